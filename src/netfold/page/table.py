@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from netfold.page.escape import attribute, escape, is_known, terms, to_plain
@@ -22,7 +22,7 @@ Bar = tuple[float, float, float | None]
 class Column(Generic[Item]):
     """A column of a table.
 
-    value: of one item, or the name of its attribute (`choice.step_s`); None if unknown.
+    value: of one item, or the path of its attribute (`choice.step_s`); None if unknown.
     text: the value in words.
     meaning: for the list below the table; empty if the title is enough.
     unknown: why the value is unknown, for all items or for one item.
@@ -39,7 +39,12 @@ class Column(Generic[Item]):
     prose: bool = False
 
     def value_of(self, item: Item) -> Any:
-        return attrgetter(self.value)(item) if isinstance(self.value, str) else self.value(item)
+        if not isinstance(self.value, str):
+            return self.value(item)
+        found: Any = item
+        for name in self.value.split("."):
+            found = None if found is None else getattr(found, name)
+        return found
 
 
 def table(name: str, caption: str, columns: Sequence[Column[Item]], items: Sequence[Item], *, heads: int = 1) -> str:

@@ -86,7 +86,7 @@ def solve(
         asked,
         best,
         efficiency(model, cluster, best),
-        found.tried,
+        len(found.candidates),
         len(found.fitting),
         found.best_few(FEW),
         _thinned(found),

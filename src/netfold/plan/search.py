@@ -63,10 +63,6 @@ class SearchResult:
     front: tuple[PredictedJob, ...]
 
     @property
-    def tried(self) -> int:
-        return len(self.candidates)
-
-    @property
     def least(self) -> PredictedJob:
         """The candidate that needs least memory, whether it fits or not."""
         return min(self.candidates, key=lambda choice: choice.prediction.memory.total)
@@ -100,7 +96,7 @@ class SearchResult:
     def _too_large(self) -> str:
         job, found = self.least.job, self.least.prediction
         need, there = found.memory.total / 2**30, found.memory_bytes / 2**30
-        however = f", however split ({self.tried:,} ways)" if self.tried > 1 else ""
+        however = f", however split ({len(self.candidates):,} ways)" if len(self.candidates) > 1 else ""
         return (
             f"does not fit{however}: it needs at least {need:.1f} GB per device, which has {there:.1f} GB, "
             f"{need - there:.1f} GB too little ({describe_split(job)}); use more devices, or devices with more memory"

@@ -35,11 +35,13 @@ class Turn(NamedTuple):
 @lru_cache(maxsize=1024)
 def turn_order(schedule: str, stage: int, stages: int, microbatches: int, virtual_stages: int = 1) -> tuple[Turn, ...]:
     """The passes of one stage in order. Raises ValueError, in one sentence, where the schedule cannot do that."""
+    if schedule in ("gpipe", "1f1b") and virtual_stages > 1:
+        raise ValueError(
+            f"the schedule {schedule} has one virtual stage per rank, not {virtual_stages}; use interleaved"
+        )
     if schedule == "gpipe":
-        _check_single(schedule, virtual_stages)
         return tuple(Turn(kind, 0, each) for kind in (FORWARD, BACKWARD) for each in range(microbatches))
     if schedule == "1f1b":
-        _check_single(schedule, virtual_stages)
         return _in_turn(min(microbatches, stages - 1 - stage), microbatches, microbatches, 1, None)
     if schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, microbatches // stages)
@@ -54,13 +56,6 @@ def turn_order(schedule: str, stage: int, stages: int, microbatches: int, virtua
         ahead = min(microbatches * virtual_stages, (virtual_stages - 1) * group + hops)
         return _in_turn(ahead, microbatches, group, virtual_stages, stage if splits else None)
     raise ValueError(f"schedule={schedule!r} is not one of {', '.join(SCHEDULES)}")
-
-
-def _check_single(schedule: str, virtual_stages: int) -> None:
-    if virtual_stages > 1:
-        raise ValueError(
-            f"the schedule {schedule} has one virtual stage per rank, not {virtual_stages}; use interleaved"
-        )
 
 
 def _in_turn(ahead: int, microbatches: int, group: int, virtual_stages: int, held_back: int | None) -> tuple[Turn, ...]:

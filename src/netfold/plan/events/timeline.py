@@ -49,13 +49,7 @@ def timeline(simulated: Simulated, ranks: Iterable[int]) -> list[Slice]:
 
     Collectives of tensor ranks are spread evenly over a pass, as they are over its layers.
     """
-    found = []
-    for rank in ranks:
-        if not 0 <= rank < simulated.job.split.ranks:
-            raise ValueError(f"there is no rank {rank}; ranks are 0 to {simulated.job.split.ranks - 1}")
-        slices = [*_passes(simulated, rank), *_messages(simulated, rank), *_reductions(simulated, rank)]
-        found += sorted(slices, key=lambda each: (each.start_s, each.end_s))
-    return found
+    return [each for rank in ranks for each in _slices(simulated, rank)]
 
 
 def write_timeline(
@@ -79,13 +73,19 @@ def write_timeline(
 
 
 def _events(simulated: Simulated, ranks: Sequence[int], folder: Path) -> Iterator[dict[str, Any]]:
-    slices = timeline(simulated, ranks)
-    by_rank = {rank: [each for each in slices if each.rank == rank] for rank in ranks}
+    by_rank = {rank: _slices(simulated, rank) for rank in ranks}
     run = Run(folder, {}, [_trace(simulated, rank, mine) for rank, mine in by_rank.items()])
     yield from trace_events(run, ())
     for trace in run.traces:
         work = [each for each in by_rank[trace.metadata.rank] if each.is_work]
         yield from work_events(trace, [(each.name, *_ns(each)) for each in work])
+
+
+def _slices(simulated: Simulated, rank: int) -> list[Slice]:
+    if not 0 <= rank < simulated.job.split.ranks:
+        raise ValueError(f"there is no rank {rank}; ranks are 0 to {simulated.job.split.ranks - 1}")
+    slices = [*_passes(simulated, rank), *_messages(simulated, rank), *_reductions(simulated, rank)]
+    return sorted(slices, key=lambda each: (each.start_s, each.end_s))
 
 
 def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:

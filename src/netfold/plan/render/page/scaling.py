@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
 
 from netfold import units
 from netfold.page.chart import Axis, Chart
@@ -12,7 +11,7 @@ from netfold.page.escape import is_known, items
 from netfold.page.table import Column, table
 from netfold.plan.render.text import rate, time
 from netfold.plan.result import Result
-from netfold.plan.search import PredictedJob, describe_split
+from netfold.plan.search import describe_split
 from netfold.plan.variants.scaling_curve import ScalingPoint
 
 _SCALING = {"strong": ("0", "strong: the batch stays"), "weak": ("1", "weak: the batch grows with the devices")}
@@ -66,27 +65,20 @@ def _rate(point: ScalingPoint) -> float:
 
 def _table(name: str, points: Sequence[ScalingPoint], *, utilised: bool) -> str:
     """utilised: whether the utilisation of the devices is known."""
-
-    def of_choice(
-        title: str, value: Callable[[PredictedJob], Any], text: Callable[[Any], str] = str, *, prose: bool = False
-    ) -> Column[ScalingPoint]:
-        found = lambda point: None if point.choice is None else value(point.choice)
-        return Column(title, found, text, unknown="see below", prose=prose)
-
+    see = "see below"
     columns: list[Column[ScalingPoint]] = [
-        Column("devices", attrgetter("devices"), units.count),
-        Column("batch", attrgetter("batch"), units.count),
-        of_choice("step", attrgetter("prediction.step_s"), time),
-        of_choice("samples/s", attrgetter("prediction.samples_per_s"), rate),
-        Column(
-            "efficiency", lambda point: point.efficiency if point.choice else None, units.ratio, unknown="see below"
-        ),
+        Column("devices", "devices", units.count),
+        Column("batch", "batch", units.count),
+        Column("step", "choice.prediction.step_s", time, unknown=see),
+        Column("samples/s", "choice.prediction.samples_per_s", rate, unknown=see),
+        Column("efficiency", lambda point: point.efficiency if point.choice else None, units.ratio, unknown=see),
     ]
     if utilised:
-        columns.append(of_choice("MFU", attrgetter("prediction.mfu"), units.ratio))
+        columns.append(Column("MFU", "choice.prediction.mfu", units.ratio, unknown=see))
     if any(point.training_s is not None for point in points):
         why = "the number of epochs at this batch is not given"
-        columns.append(Column("training", attrgetter("training_s"), units.seconds, unknown=why))
-    columns.append(of_choice("split", lambda choice: describe_split(choice.job), prose=True))
+        columns.append(Column("training", "training_s", units.seconds, unknown=why))
+    split = lambda point: None if point.choice is None else describe_split(point.choice.job)
+    columns.append(Column("split", split, unknown=see, prose=True))
     shown = table(name, f"{_SCALING[name][1].capitalize()}.", columns, points)
     return shown + items((f"{point.devices:,} devices: {point.why}" for point in points if point.why), "notes")
