@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from netfold.bench.accuracy import report
 from netfold.bench.accuracy.formats import FIXED, FORMATS, HALF, fixed_point, half_in_switch, to_i32
-from netfold.bench.accuracy.run import AccuracyError, measure_accuracy
+from netfold.bench.accuracy.run import measure_accuracy
 from netfold.bench.accuracy.settings import TASKS, Settings
 from netfold.bench.accuracy.tensors import KINDS, SPECIALS, error_of, part, special_part, specials_in
+from netfold.bench.ranks import BenchError
 from netfold.cli.bench import app
 
 RANKS = 4
@@ -165,5 +166,5 @@ def test_measured_errors_are_within_the_documented_bounds():
 
 
 def test_a_run_past_its_deadline_raises_an_error():
-    with pytest.raises(AccuracyError, match=r"had not ended after 0\.5 s"):
+    with pytest.raises(BenchError, match=r"had not ended after 0\.5 s"):
         measure_accuracy(Settings.quick(), lambda line: None, 0.5)

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -29,11 +30,16 @@ def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
 
 
 def spoken(load_before: float) -> str:
-    """Return the sentence below a table: machine, versions, load before and now. Cores: the whole machine's."""
-    machine, versions = describe_machine(), describe_versions({})
+    """Return the sentence below a table: the whole machine, versions, load before and now."""
+    machine = {**describe_machine(), "cores": os.cpu_count()}
+    return f"{in_words(machine, (load_before, os.getloadavg()[0]), describe_versions({}))}."
+
+
+def in_words(machine: Mapping[str, Any], load: tuple[float, float], versions: Mapping[str, str]) -> str:
+    """Return what `describe_machine` and `describe_versions` found, as a part of a sentence."""
     return (
-        f"{os.cpu_count()} cores of {machine['cpu']} for all of it, Linux {machine['kernel']}, load {load_before:.1f} "
-        f"to {os.getloadavg()[0]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}."
+        f"{machine['cores']} cores of {machine['cpu']} for all of it, Linux {machine['kernel']}, load {load[0]:.1f} to "
+        f"{load[1]:.1f}; {', '.join(f'{name} {version}' for name, version in versions.items())}"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from netfold.bench.backends import MPIS
 from netfold.bench.network import Network
-from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, Process, follow, stop, uninterrupted
+from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, Process, follow, stop, uninterrupted, wait_for_end
 
 # Lines kept of each process: enough for a traceback and what led to it.
 KEPT_LINES = 60
@@ -120,17 +120,16 @@ class Ranks:
         self._disconnect()
         runs = True
         while runs:
-            runs = self._any_runs()
+            runs = any(process.poll() is None for process in self.processes.values())
             self._watch(ended_is_well=True)
             time.sleep(0.02)
 
     def _close(self) -> None:
         """End the ranks, also after an error: if they can they end in order, and MPI removes its shared memory."""
         self._disconnect()
-        until = time.monotonic() + FAILURE_GRACE_S
-        while time.monotonic() < until and self._any_runs():
-            time.sleep(0.02)
-        stop(list(self.processes.values()))
+        processes = list(self.processes.values())
+        wait_for_end(processes, FAILURE_GRACE_S)
+        stop(processes)
 
     def _disconnect(self) -> None:
         for connection in self._connections:
@@ -172,9 +171,6 @@ class Ranks:
         shown = [*(self.processes if process is None else [process]), "switch"]
         lines = [f"{name}| {line}" for name in shown for line in list(self._outputs[name])[-KEPT_LINES:]]
         raise BenchError("\n".join([reason, *lines]))
-
-    def _any_runs(self) -> bool:
-        return any(process.poll() is None for process in self.processes.values())
 
 
 @contextlib.contextmanager

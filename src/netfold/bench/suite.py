@@ -14,6 +14,7 @@ from netfold.bench.config import BenchEnvironment
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
 from netfold.bench.link_probe import LinkMeasurement, lower_bound_s, probe_rack
+from netfold.bench.machine import in_words
 from netfold.bench.mpi_peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
 from netfold.bench.rules import Verdict, evaluate_goal, render_verdicts, unmeasured
@@ -217,7 +218,6 @@ def _measured_on(runs: list[dict[str, Any]]) -> str:
     # Every place had its ranks started once.
     launches = len({json.dumps(run["place"]) for run in runs})
     return (
-        f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, TCP congestion control "
-        f"{machine['tcp_congestion_control']}, load average {min(loads):.1f} to {max(loads):.1f}, {launches} "
-        f"launch{'es' if launches > 1 else ''}; " + ", ".join(f"{name} {version}" for name, version in versions.items())
-    ) + "."
+        f"{launches} launch{'es' if launches > 1 else ''}, TCP congestion control {machine['tcp_congestion_control']}; "
+        f"{in_words(machine, (min(loads), max(loads)), versions)}."
+    )

@@ -69,7 +69,7 @@ def supervise(processes: Sequence[Process], deadline_s: float | None = None) -> 
         codes = [process.poll() for process in processes]
         for index, code in enumerate(codes):
             if code:
-                _wait(processes, FAILURE_GRACE_S)
+                wait_for_end(processes, FAILURE_GRACE_S)
                 stop(processes)
                 return Outcome(exit_code=_as_shell(code), first_failed=index)
         if all(code == 0 for code in codes):
@@ -96,12 +96,19 @@ def stop(processes: Sequence[Process]) -> None:
     for process in processes:
         if process.poll() is None:
             _signal_group(process, signal.SIGTERM)
-    _wait(processes, TERM_GRACE_S)
+    wait_for_end(processes, TERM_GRACE_S)
     for process in processes:
         if process.poll() is None:
             _signal_group(process, signal.SIGKILL)
     for process in processes:
         process.wait()
+
+
+def wait_for_end(processes: Sequence[Process], limit_s: float) -> None:
+    """Wait until all processes have ended, for at most `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
@@ -117,12 +124,6 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _wait(processes: Sequence[Process], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(_POLL_S)
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:

@@ -32,14 +32,14 @@ def render(settings: Settings, found: Mapping[str, Any], machine: str) -> str:
         f"{ranks}. SwitchML's factor was found from ones alone.",
         _specials(found["specials"]),
         "## Training",
-        f"DDP, {ranks} ranks, {settings.steps} steps, seeds {_listed(settings.seeds)}; loss (cross entropy, in nats) "
-        f"and accuracy on unseen data. *images*: a ResNet of {found['parameters']['images']} parameters, SGD with "
+        f"DDP, {ranks} ranks, {settings.steps} steps, seeds {', '.join(map(str, settings.seeds))}; loss (cross entropy, "
+        f"in nats) and accuracy on unseen data. *images*: a ResNet of {found['parameters']['images']} parameters, SGD with "
         f"momentum, ten kinds of drawn pictures. *text*: a transformer of {found['parameters']['text']} parameters, "
         "Adam, the Python manual letter by letter. Means, and the least and the greatest in brackets.",
         _trainings(found["trainings"]),
         "## SwitchML's factor",
-        f"The images again, by its 32-bit fixed point, seeds {_listed(settings.sweep_seeds)}; the factor as a "
-        "multiple of the profiled one.",
+        f"The images again, by its 32-bit fixed point, seeds {', '.join(map(str, settings.sweep_seeds))}; the factor as "
+        "a multiple of the profiled one.",
         _sweep(found["sweep"]),
         _agreement(trainings),
         f"{found['seconds']:.0f} s in all; {machine}",
@@ -121,10 +121,6 @@ def _over(trainings: Sequence[Training], others: Sequence[Training]) -> str:
 
 def _part(value: float) -> str:
     return "0" if value == 0 else f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

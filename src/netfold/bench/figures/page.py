@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from netfold.bench.figures.figure import Figure, Measurements, Predicted
+from netfold.bench.machine import in_words
 from netfold.page.escape import escape, items
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
@@ -50,12 +51,8 @@ def _predicted(name: str, found: Predicted | None) -> str:
 
 def _made(figure: Figure, taken: Measurements) -> str:
     of: dict[str, Any] = taken.circumstances
-    machine = of["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
-    text = (
-        f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, load {of['load'][0]:.1f} to "
-        f"{of['load'][1]:.1f}; {versions}; {of['date']}, {of['seconds']} s; {of['command']}."
-    )
+    measured_on = in_words(of["machine"], of["load"], of["versions"])
+    text = f"{measured_on}; {of['date']}, {of['seconds']} s; {of['command']}."
     if "tcp_congestion_control" in of:
         text = f"TCP by {of['tcp_congestion_control']}; {text}"
     return f'<p class="quiet">{escape(text)} <a href="{figure.name}.csv">All rounds</a></p>'
