@@ -32,14 +32,15 @@ def render(settings: Settings, found: Mapping[str, Any], machine: str) -> str:
         f"{ranks}. SwitchML's factor was found from ones alone.",
         _specials(found["specials"]),
         "## Training",
-        f"DDP, {ranks} ranks, {settings.steps} steps, seeds {', '.join(map(str, settings.seeds))}; loss (cross entropy, "
-        f"in nats) and accuracy on unseen data. *images*: a ResNet of {found['parameters']['images']} parameters, SGD with "
-        f"momentum, ten kinds of drawn pictures. *text*: a transformer of {found['parameters']['text']} parameters, "
-        "Adam, the Python manual letter by letter. Means, and the least and the greatest in brackets.",
+        f"DDP, {ranks} ranks, {settings.steps} steps, seeds {', '.join(map(str, settings.seeds))}; loss (cross "
+        "entropy, in nats) and accuracy on unseen data. "
+        f"*images*: a ResNet of {found['parameters']['images']} parameters, SGD with momentum, ten kinds of drawn "
+        f"pictures. *text*: a transformer of {found['parameters']['text']} parameters, Adam, the Python "
+        "manual letter by letter. Means, and the least and the greatest in brackets.",
         _trainings(found["trainings"]),
         "## SwitchML's factor",
-        f"The images again, by its 32-bit fixed point, seeds {', '.join(map(str, settings.sweep_seeds))}; the factor as "
-        "a multiple of the profiled one.",
+        f"The images again, by its 32-bit fixed point, seeds {', '.join(map(str, settings.sweep_seeds))}; the factor "
+        "as a multiple of the profiled one.",
         _sweep(found["sweep"]),
         _agreement(trainings),
         f"{found['seconds']:.0f} s in all; {machine}",
