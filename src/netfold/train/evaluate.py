@@ -28,7 +28,8 @@ def evaluate(replica: Replica, model: Model, data: Data, mesh: Mesh, batch: int)
     for _, output, target in _outputs(replica, data.held_out, mesh, batch):
         if output is not None:
             loss = model.loss(output, target).double() * len(target)
-            sums += torch.stack([data.metric.score(output, target).double().sum(), loss, loss.new_tensor(len(target))])
+            score = data.metric.score(output, target).double().sum()
+            sums += torch.stack([score, loss, loss.new_tensor(len(target))]).cpu()
     dist.all_reduce(sums)
     return {data.metric.name: float(sums[0] / sums[2]), "loss": float(sums[1] / sums[2])}
 
@@ -43,7 +44,7 @@ def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequ
         if found is None:
             found = torch.zeros(len(pictures.examples), *target.shape[1:])
         if output is not None:
-            found[first : first + len(target)] = output.float()
+            found[first : first + len(target)] = output.float().cpu()
     assert found is not None, "each rank has at least one batch, perhaps of padding only"
     dist.all_reduce(found)
     # Each example was computed by all ranks of one tensor group.
@@ -61,7 +62,7 @@ def _outputs(
     for first in range(mesh.data.rank * batch, -(-total // stride) * stride, stride):
         # An example's number is also the seed of its random choices.
         numbers = [min(index, total - 1) for index in range(first, first + batch)]
-        made = examples.batch(numbers, numbers)
+        made = examples.batch(numbers, numbers).to(mesh.device)
         output = replica.outputs(made)
         count = max(0, min(batch, total - first))
         yield first, output[:count] if output is not None and count else None, made.target[:count]

@@ -20,6 +20,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.target)
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on the device; the batch itself if it is there already."""
+        moved = [tensor.to(device, non_blocking=True) for tensor in (*self.inputs, self.target)]
+        return Batch(tuple(moved[:-1]), moved[-1])
+
     def parts(self, count: int) -> list[Batch]:
         """Cut into `count` equal batches, in order. `count` must divide the number of samples."""
         columns = [tensor.chunk(count) for tensor in (*self.inputs, self.target)]

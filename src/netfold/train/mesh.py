@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from netfold.train.device import CPU
 from netfold.train.recipe import Parallel
 
 AXES = ("pipeline", "data", "tensor")
@@ -30,12 +31,16 @@ class Axis:
 class Mesh:
     """The job's ranks on three axes. An axis of one rank has a group too, so callers need no special case."""
 
-    def __init__(self, parallel: Parallel, device: str = "cpu") -> None:
-        """Make the groups. Collective over the world, which must have pipeline x data x tensor ranks."""
+    def __init__(self, parallel: Parallel, device: torch.device = CPU) -> None:
+        """Make the groups. Collective over the world, which must have pipeline x data x tensor ranks.
+
+        device: this rank's.
+        """
+        self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)
         self.device_mesh: DeviceMesh = init_device_mesh(
-            device, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
+            device.type, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
         )
         self.pipeline, self.data, self.tensor = (self._axis(name) for name in AXES)
 

@@ -34,7 +34,10 @@ class OptimizerStep:
         """Collective over the world."""
         self.optimizer = optimizer
         # Its default group is that of the time of import.
-        self._scaler = ShardedGradScaler("cpu", enabled=recipe.training.precision == "f16", process_group=None)
+        self._scaler = ShardedGradScaler(
+            mesh.device.type, enabled=recipe.training.precision == "f16", process_group=None
+        )
+        self._device = mesh.device
         limit, diloco = recipe.training.clip, recipe.diloco
         self.island = mesh.island() if diloco is not None else None
         """Under `diloco` the ranks of this rank's copy of the model, which train independently within a round."""
@@ -47,7 +50,7 @@ class OptimizerStep:
     @property
     def loss_scale(self) -> float:
         """The factor of the next losses before their backward pass, and so of the gradients that `step` takes."""
-        return float(self._scaler.scale(torch.ones(())))
+        return float(self._scaler.scale(torch.ones((), device=self._device)))
 
     def step(self, lr: float) -> float | None:
         """Apply the parameters' gradients. Returns their norm before clipping, or None without clipping.

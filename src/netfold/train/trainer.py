@@ -20,6 +20,7 @@ from torch import Tensor
 
 from netfold.profile.live import LiveOverlap
 from netfold.train.datasets import make_data
+from netfold.train.device import choose_device, seed
 from netfold.train.evaluate import evaluate, render
 from netfold.train.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
 from netfold.train.examples import Batch, Data, Panel
@@ -85,10 +86,12 @@ class Trainer:
             )
         self.recipe = recipe
         self._callbacks = callbacks
-        self.mesh = Mesh(recipe.parallel)
+        device, device_reason = choose_device(recipe.device)
+        self.mesh = Mesh(recipe.parallel, device)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
         self.model = model or make_model(recipe.model)
+        self.model.module.to(device)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
@@ -105,7 +108,7 @@ class Trainer:
         self._batch: Batch | None = None
         # Observes the thread that makes it, which must be the training thread.
         self._overlap = LiveOverlap()
-        self._early_notes = [("info", text) for text in self.replica.notes]
+        self._early_notes = [("info", text) for text in (device_reason, *self.replica.notes)]
         self._started = False
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":
@@ -218,12 +221,12 @@ class Trainer:
 
     def _one_step(self, batches: Prefetcher) -> StepVote:
         began_s = time.perf_counter()
-        batch = self._batch = batches.get(self.samples)
+        batch = self._batch = batches.get(self.samples).to(self.mesh.device)
         data_s = time.perf_counter() - began_s
         # A model's random numbers (dropout) depend on the seed, the step and the share of the data: no state to save.
-        # torch.manual_seed would also seed absent accelerators, and take sixty times as long.
-        torch.default_generator.manual_seed(
-            sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank)
+        seed(
+            self.mesh.device,
+            sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank),
         )
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()

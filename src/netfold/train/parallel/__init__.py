@@ -58,7 +58,7 @@ class Unpipelined:
         self._buffers_differ = False
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=self._mesh.device)
         for number, part in enumerate(batch.parts(self._accumulate)):
             send_gradients(self._wrapped, number + 1 == self._accumulate)
             output = self._precision.output(self._wrapped(*self._precision.inputs(part.inputs)))

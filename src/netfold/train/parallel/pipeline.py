@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from netfold.train.device import seed
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh, all_reduce_together, own_group
 from netfold.train.model import Chain, Model, tied_names
@@ -81,7 +82,7 @@ class Pipelined:
                     wrap_data_parallel(module, recipe, mesh, averages=not by_hand),
                     stage,
                     count,
-                    torch.device("cpu"),
+                    mesh.device,
                     # Without these torch would find the shapes by running the stages on uninitialised memory.
                     input_args=crossings[plan.cut.bounds[stage]],
                     output_args=crossings[plan.cut.bounds[stage + 1]],
@@ -103,7 +104,7 @@ class Pipelined:
         self._check(batch)
         self._buffers_differ = True
         # Stages draw random numbers (dropout) independently: from this step's seed and the rank's place.
-        torch.manual_seed(sample_seed(torch.initial_seed(), self._mesh.pipeline.rank))
+        seed(self._mesh.device, sample_seed(torch.initial_seed(), self._mesh.pipeline.rank))
         losses: list[Tensor] = []
         with _plain_errors():
             inputs, target = self._inputs_of(batch), self._target(batch)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from netfold.train.device import synchronize
 from netfold.train.examples import Batch, Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
@@ -47,7 +48,7 @@ def time_layers(model: Model, examples: Examples, samples: int, mesh: Mesh, prec
     if mesh.pipeline.rank == 0:
         try:
             numbers = [number % len(examples) for number in range(samples)]
-            found = [_measure(model, examples.batch(numbers, numbers), precision)]
+            found = [_measure(model, examples.batch(numbers, numbers).to(mesh.device), precision, mesh.device)]
         except Exception as error:
             failed, found = error, [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(found, src=0)
@@ -56,7 +57,7 @@ def time_layers(model: Model, examples: Examples, samples: int, mesh: Mesh, prec
     return found[0]
 
 
-def _measure(model: Model, sample: Batch, precision: Precision) -> LayerTimings:
+def _measure(model: Model, sample: Batch, precision: Precision, device: torch.device) -> LayerTimings:
     chain = model.module
     assert isinstance(chain, Chain)
     costs: list[int] = []
@@ -66,7 +67,7 @@ def _measure(model: Model, sample: Batch, precision: Precision) -> LayerTimings:
     buffers = [(buffer, buffer.clone()) for buffer in chain.buffers()]
     layers = list(chain.layers.values())
     lowered = [hook for layer in layers for hook in precision.use_lower_copies(layer)]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         for layer in layers:
             inputs = values
             seconds = []
@@ -78,6 +79,7 @@ def _measure(model: Model, sample: Batch, precision: Precision) -> LayerTimings:
                 # The loss counts as a part of the last layer.
                 ends = (model.loss(precision.output(values[0]), sample.target),) if layer is layers[-1] else values
                 _gradients(ends, (*taken, *layer.parameters()))
+                synchronize(device)
                 seconds.append(time.perf_counter_ns() - began_ns)
             costs.append(int(statistics.median(seconds[1:])))
             own_outputs.append(any(value.requires_grad and not any(_gradients((value,), taken)) for value in values))

@@ -174,6 +174,11 @@ class Report(Section):
     """Record the communication of some steps for the run's page."""
 
 
+class Device(Section):
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where torch finds one, else the CPU. A rank takes the GPU of its number on its host."""
+
+
 class Run(Section):
     folder: Annotated[Path, Field(strict=False)] = Path("runs")
     """The folder in which each run makes its own."""
@@ -183,6 +188,7 @@ class Run(Section):
     """auto: an unfinished run of this name continues from its checkpoint. changed: also if optimizer, schedule, length
     or batch have changed, which auto refuses."""
     backend: str = "netfold"
+    """Of torch.distributed; "cpu:netfold,cuda:nccl" takes another one for tensors of GPUs."""
     threads: PositiveInt = 1
     """torch's threads, per rank."""
     check: bool = True
@@ -207,6 +213,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     fault_tolerance: FaultTolerance = FaultTolerance()
     report: Report = Report()
+    device: Device = Device()
     run: Run = Run()
 
     def checkpoint_every(self, steps: int) -> int | None:
