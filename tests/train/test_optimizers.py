@@ -149,6 +149,10 @@ def test_the_rate_rises_linearly_and_then_falls_by_its_shape() -> None:
     assert [learning_rate(1.0, linear, step, 4, 32) for step in range(5)] == [1.0, 0.875, 0.75, 0.625, 0.5]
     constant = Schedule(shape="constant", warmup=2)
     assert [learning_rate(1.0, constant, step, 4, 32) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    stable = Schedule(shape="wsd", warmup=2, final=0.5, decay=0.4)
+    assert [learning_rate(1.0, stable, step, 10, 32) for step in range(11)] == [
+        *(0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), *(0.875, 0.75, 0.625, 0.5),
+    ]  # fmt: skip
 
 
 def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:

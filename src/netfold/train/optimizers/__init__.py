@@ -74,8 +74,11 @@ def learning_rate(lr: float, schedule: Schedule, step: int, steps: int, batch: i
         return lr * (step + 1) / schedule.warmup
     if schedule.shape == "constant":
         return lr
-    done = (step - schedule.warmup) / max(1, steps - schedule.warmup)
-    left = 1.0 - done if schedule.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    begin = schedule.warmup
+    if schedule.shape == "wsd":
+        begin = max(begin, steps - round(schedule.decay * steps))
+    done = max(0, step - begin) / max(1, steps - begin)
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if schedule.shape == "cosine" else 1.0 - done
     return lr * (schedule.final + (1.0 - schedule.final) * left)
 
 

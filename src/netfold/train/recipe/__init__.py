@@ -86,11 +86,14 @@ class Optimizer(Section):
 class Schedule(Section):
     """The learning rate as a function of the step alone."""
 
-    shape: Literal["constant", "linear", "cosine"] = "cosine"
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """wsd: warm-up, a stable rate, a linear decay (Hu et al. 2024, MiniCPM)."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises linearly."""
     final: Share = 0.0
     """The share of the rate that is left after the last step, unless the shape is constant."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """wsd: the share of the steps, at the end, over which the rate falls."""
     reference_batch: PositiveInt | None = None
     """The batch that `lr` was found for: the rate is multiplied by batch / reference_batch (Goyal et al. 2017)."""
 
