@@ -215,7 +215,7 @@ class _Switch:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        await self.switch._on_connection(Connection(reader, _Writer(), "127.0.0.1:9", lambda: None))  # type: ignore[arg-type]
+        await self.switch._sessions.serve(Connection(reader, _Writer(), "127.0.0.1:9", lambda: None))  # type: ignore[arg-type]
         await asyncio.gather(*self.switch._jobs.tasks)
 
 
