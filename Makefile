@@ -53,7 +53,7 @@ test-image: ## build the switch's image and try its health check (root, buildah,
 CUDA_PYTHON ?= $(PY)
 test-cuda: build ## tests on a GPU; says what ran, and plainly where there is none (CUDA_PYTHON=a python whose torch has CUDA)
 	@$(CUDA_PYTHON) -m netfold.torch.device.selftest
-	@$(CUDA_PYTHON) -m pytest -v -rs tests/torch/device/test_cuda.py tests/train/test_cuda.py
+	@$(CUDA_PYTHON) -m pytest -v -rs tests/torch/device/test_cuda.py tests/train/test_train_cuda.py
 
 # The frameworks have an environment of their own: tests/ecosystem/constraints.txt has versions that work together.
 .venv-ecosystem/.installed: constraints.txt tests/ecosystem/constraints.txt tools/ecosystem

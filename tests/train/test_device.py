@@ -41,8 +41,11 @@ def alone() -> Iterator[None]:
 
 def test_auto_takes_the_cpu_where_torch_finds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(Device()) == (torch.device("cpu"), "device: cpu (torch finds no GPU)")
-    assert choose_device(Device(kind="cpu")) == (torch.device("cpu"), "device: cpu (device.kind)")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert choose_device(Device()) == choose_device(Device(kind="cpu")) == (torch.device("cpu"), "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose_device(Device()) == (torch.device("cpu"), "device: cpu (this torch has CUDA, but finds no GPU)")
+    assert choose_device(Device(kind="cpu")) == (torch.device("cpu"), "")
     with pytest.raises(ValueError, match="torch finds no GPU on this host: install"):
         choose_device(Device(kind="cuda"))
 

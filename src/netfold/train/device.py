@@ -12,20 +12,21 @@ CPU = torch.device("cpu")
 
 
 def choose_device(recipe: Device) -> tuple[torch.device, str]:
-    """Return this rank's device and the reason, and make it torch's current one.
+    """Return this rank's device and the reason, and make it torch's current one. The reason is empty without a choice.
 
     A rank takes the GPU of its number on its host (LOCAL_RANK). More ranks than GPUs share them in turn.
     Raises ValueError if the recipe asks for a GPU and torch finds none.
     """
     if recipe.kind == "cpu":
-        return CPU, "device: cpu (device.kind)"
+        return CPU, ""
     if not torch.cuda.is_available():
         if recipe.kind == "cuda":
             raise ValueError(
                 "device.kind is 'cuda', but torch finds no GPU on this host: install a torch with CUDA and a driver "
                 "(python -m torch.utils.collect_env shows both), or set device.kind to 'auto'"
             )
-        return CPU, "device: cpu (torch finds no GPU)"
+        # A torch that was built for CPUs has nothing to choose.
+        return CPU, "device: cpu (this torch has CUDA, but finds no GPU)" if torch.version.cuda else ""
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local % count)
     torch.cuda.set_device(device)

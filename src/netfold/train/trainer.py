@@ -108,7 +108,7 @@ class Trainer:
         self._batch: Batch | None = None
         # Observes the thread that makes it, which must be the training thread.
         self._overlap = LiveOverlap()
-        self._early_notes = [("info", text) for text in (device_reason, *self.replica.notes)]
+        self._early_notes = [("info", text) for text in (device_reason, *self.replica.notes) if text]
         self._started = False
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":
