@@ -231,7 +231,9 @@ def _command(measure: Callable[..., str]) -> Callable[..., None]:
             body = measure(**settings)
         shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, ""))
         line = shlex.join(["bench/" + Path(sys.argv[0]).name, *sys.argv[1:]])
-        head = f"`{line}` ({shown or 'no options'}); ranks were started {ranks.launches} times."
+        head = f"`{line}` ({shown or 'no options'})"
+        # A script may start commands that start ranks.
+        head += f"; ranks were started {ranks.launches} times." if ranks.launches else "."
         text = f"# {title}\n\n{head} {spoken(load)}\n\n{body.strip()}\n"
         output.write_text(text)
         print(text)
