@@ -1,4 +1,4 @@
-// What every file of the bindings begins with.
+// The first include of every file of the bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>

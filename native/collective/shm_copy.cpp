@@ -53,7 +53,7 @@ class ShmCopy final : public ShmCollective {
     std::size_t first = 0;  // of the buffer
     std::size_t bytes = 0;
   };
-  // What `reader` takes of a round, where it takes `bytes` in all.
+  // The bytes that `reader` takes of a round, where it takes `bytes` in all.
   Part part(std::uint32_t round, int reader, std::size_t bytes) const {
     const std::size_t most = has_table() ? part_bytes_ : Node::kSlotBytes;
     const std::size_t first = std::min(bytes, most * round);
@@ -62,10 +62,10 @@ class ShmCopy final : public ShmCollective {
 
   // Every rank that gives anything gives something to the root.
   bool gives() const { return call_.given_to(self_, call_.root) != nullptr; }
-  // What this rank gives to all readers, where it has no block for each.
+  // The bytes that this rank gives to all readers, where it has no block for each.
   const Buffer& given() const { return *call_.given_to(self_, call_.root); }
   bool takes_from(int source) const { return call_.taken_from(self_, source) != nullptr; }
-  // Where the data from `source` go.
+  // The place for the data from `source`.
   const Buffer& into(int source) const { return *call_.taken_from(self_, source); }
   // Refers to what this rank gives, if the other ranks can read it in place.
   void export_buffers(std::byte* data, std::span<const Buffer> buffers) {

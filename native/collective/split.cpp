@@ -181,7 +181,7 @@ class Split final : public Algorithm {
   std::unique_ptr<Sharded> parts_;
   bool host_done_ = false;      // has no part, or is done
   bool switches_done_ = false;  // the same of all switches
-  // What the ranks agree on. For each path: its rate beside the other paths, and its rate alone, negative where it was
+  // All ranks agree on these. For each path: its rate beside the other paths, and its rate alone, negative where it was
   // not alone from the start. Last: 1 where a switch was lost.
   std::vector<std::int64_t> rates_;
   Call agreement_call_;

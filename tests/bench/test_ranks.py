@@ -104,7 +104,7 @@ import driver
 
 def serve(me, fails):
     me.serve(lambda number: me.rank + number)
-    if fails:
+    if fails and me.rank == 0:
         raise ValueError("not closed")
 
 def measure(number: int = 1, fails: bool = False) -> str:

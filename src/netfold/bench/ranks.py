@@ -24,7 +24,7 @@ from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, Process, follow, st
 
 # Lines kept of each process: enough for a traceback and what led to it.
 KEPT_LINES = 60
-# How many times this process has started ranks.
+# The number of times that this process has started ranks.
 launches = 0
 _POLL_S = 0.2
 # The benchmark stops a rank at the deadline. If the benchmark is gone, the kernel does, so many seconds later.

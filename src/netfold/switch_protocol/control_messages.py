@@ -58,6 +58,7 @@ A switch's id is its incarnation. A leaf is a worker of its parent, with further
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import os
 import re
@@ -112,10 +113,10 @@ class ProtectedSocket(socket.socket):
         self.settimeout(timeout_s)
 
     def send(self, *_: Any) -> int:
-        raise NotImplementedError(f"a {type(self).__name__} is written by sendall")
+        raise io.UnsupportedOperation(f"a {type(self).__name__} is written by sendall")
 
     def recv_into(self, *_: Any) -> int:
-        raise NotImplementedError(f"a {type(self).__name__} is read by recv")
+        raise io.UnsupportedOperation(f"a {type(self).__name__} is read by recv")
 
 
 class ProtocolError(ValueError):
