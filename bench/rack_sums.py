@@ -50,7 +50,7 @@ def summing(network: Network, sides: Mapping[str, Mapping[str, str] | None]) -> 
 
 
 def seconds_of(sums: list[Timing]) -> list[float]:
-    """Of the slowest rank."""
+    """Seconds of the slowest rank, by round."""
     return [each.median_s for each in sums]
 
 

@@ -10,7 +10,7 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
-// Of a function that runs without the GIL.
+// The call guard of functions that run without the GIL.
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_arrays(nb::module_& m);

@@ -72,7 +72,7 @@ class Direct final : public Algorithm {
   }
 
  private:
-  // Of a paced exchange: blocks that a rank sends, and receives, at a time.
+  // A rank sends, and receives, so many blocks at a time in a paced exchange.
   static constexpr std::size_t kAtOnce = 2;
 
   void plan() {
@@ -140,7 +140,7 @@ class Direct final : public Algorithm {
       counts_.wire_bytes += bytes;
       moved |= bytes > 0;
       if (failure_) {
-        // Where no message is expected from the peer, its abort is read here or not at all.
+        // A peer that owes no message can still abort, and only this read notices.
         const auto is_from_peer = [&](const Incoming& other) { return other.peer() == message.peer(); };
         if (std::none_of(incoming_.begin(), incoming_.end(), is_from_peer)) {
           failure_ = read_last_abort(mesh_, message.peer(), call_, std::move(failure_));

@@ -35,7 +35,7 @@ class HostMap {
     return static_cast<std::size_t>(std::ranges::find_if(ranks_, has_rank) - ranks_.begin());
   }
 
-  // Of a rank of this host.
+  // Takes a rank of this host.
   std::size_t position(int rank) const {
     return static_cast<std::size_t>(std::ranges::find(own_ranks(), rank) - own_ranks().begin());
   }

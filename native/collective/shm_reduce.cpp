@@ -31,7 +31,7 @@ class ShmReduce final : public ShmCollective {
 
  private:
   enum class Mode : std::uint8_t { undecided, streams, reducing_in_place, waiting_in_place, done_in_place };
-  // Of a round: the bytes that `position` reduces.
+  // The bytes that `position` reduces in a round.
   struct Part {
     std::size_t in_slot = 0;
     std::byte* data = nullptr;  // of this rank's contribution

@@ -131,7 +131,7 @@ def agree_on_tree(
         messages = {peer: _receive(streams[peer], peer, deadline, within_s) for peer in workers[1:]}
         reply = _reply({rank: own, **messages}, rank, workers)
         for peer in workers[1:]:
-            with contextlib.suppress(OSError):  # the others notice at the join that this worker is gone
+            with contextlib.suppress(OSError):  # the join of the other workers fails: this one is gone
                 control_messages.send(streams[peer], reply)
         if "refused" in reply:
             raise SwitchError(reply["refused"])
