@@ -136,8 +136,8 @@ def sleep_in_stages(me: Rank, microbatches: int, unit_s: float) -> None:
     import torch
 
     from netfold.train import Batch
-    from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
+    from netfold.train.parallel.mesh import Mesh
 
     class Ones:
         def __len__(self) -> int:
@@ -179,10 +179,10 @@ def cut_gpt(me: Rank) -> None:
     seconds of a step, by the clock and of the processor."""
     import torch
 
-    from netfold.train.datasets import make_data
-    from netfold.train.mesh import Mesh
-    from netfold.train.model import Chain
+    from netfold.train.data import make_data
     from netfold.train.models import make_model
+    from netfold.train.models.model import Chain
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.parallel.pipeline import Pipelined
     from netfold.train.parallel.pipeline_plan import Plan
     from netfold.train.parallel.stages import Cut

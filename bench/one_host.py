@@ -34,8 +34,8 @@ from torch._C import _distributed_c10d as c10d
 
 from netfold.plan.model import ReadyBucket, TimedLayer, TimedStep
 from netfold.train import Chain, Model, Recipe, Trainer
-from netfold.train.datasets import make_data
-from netfold.train.events import Callback
+from netfold.train.callbacks.events import Callback
+from netfold.train.data import make_data
 from netfold.train.models import make_model
 
 SETTLING, STEPS = 3, 8

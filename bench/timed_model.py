@@ -17,8 +17,8 @@ from driver import Rank
 from torch import Tensor, nn
 
 from netfold.train import Chain, Model, Recipe, Trainer
-from netfold.train.datasets import make_data
-from netfold.train.events import Callback
+from netfold.train.callbacks.events import Callback
+from netfold.train.data import make_data
 from netfold.train.models import make_model
 
 REPEATS = 5

@@ -20,8 +20,8 @@ import driver
 from driver import Place, Rank
 
 from netfold.train import Recipe, Trainer
-from netfold.train.datasets import make_data
-from netfold.train.events import Callback
+from netfold.train.callbacks.events import Callback
+from netfold.train.data import make_data
 
 RANKS = (1, 2, 4)
 MODEL: dict[str, Any] = {"name": "gpt", "width": 256, "heads": 4, "layers": 6, "context": 16}

@@ -26,7 +26,7 @@ import driver
 import numpy as np
 from driver import Place, Rank
 
-from netfold.train.events import Callback
+from netfold.train.callbacks.events import Callback
 
 CASES: dict[str, dict[str, Any]] = {
     "EDSR, 16 blocks of 64 features": {

@@ -91,7 +91,7 @@ def train(me: Rank, times: dict[str, list[dict[str, Any]]]) -> None:
     from timed_model import LayerTime, recipe_of, timed
     from timed_model import train as train_in_group
 
-    from netfold.train.datasets import make_data
+    from netfold.train.data import make_data
     from netfold.train.models import make_model
 
     def run(name: str, side: str, steps: int, settling: int) -> list[float]:

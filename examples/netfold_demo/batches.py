@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from netfold.train.datasets.super_resolution import Pair, crops
-from netfold.train.sampler import Sampler
+from netfold.train.data.sampler import Sampler
+from netfold.train.data.super_resolution import Pair, crops
 from netfold_demo.settings import SCALE, Training
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from netfold.rack.processes import exit_on_signals
-from netfold.train.datasets.super_resolution import HELD_OUT, TRAINING, Pair, photograph
+from netfold.train.data.resolution import bicubic, psnr, to_8_bits
+from netfold.train.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
 from netfold.train.models.edsr import edsr
-from netfold.train.resolution import bicubic, psnr, to_8_bits
 from netfold_demo import launch
 from netfold_demo.agreement import Agreement, compare
 from netfold_demo.batches import batch

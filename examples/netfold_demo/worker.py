@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train.datasets.super_resolution import TRAINING, Pair, photograph
+from netfold.train.data.super_resolution import TRAINING, Pair, photograph
 from netfold.train.models.edsr import edsr
 from netfold_demo.batches import batch, share
 from netfold_demo.clock import CollectiveClock

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from netfold.train import Metric, Recipe
-from netfold.train.events import HANDLERS, Callback, Ended, Evaluated, Noted, Started, Stepped
-from netfold.train.model import Model
+from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Noted, Started, Stepped
+from netfold.train.models.model import Model
 
 STEPS, BATCH, EVERY = 20, 16, 5
 BITS = Metric("bits per byte", "bit", "lower", lambda output, target: output, 5.25, "how often each byte comes")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from surviving import Recorder, run
 
-from netfold.train import events as said
+from netfold.train.callbacks import events as said
 from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
 
 EVERY = 10

@@ -14,7 +14,7 @@ import torch
 from skimage.io import imsave
 
 from netfold.train import Batch, Data
-from netfold.train.datasets import make_data, text
+from netfold.train.data import make_data, text
 from netfold.train.recipe import Factory
 
 # No supported file format begins with these bytes.

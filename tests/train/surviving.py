@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netfold.train import Batch, Chain, Data, Metric, Model, Outcome, Recipe, Trainer
-from netfold.train import events as said
+from netfold.train.callbacks import events as said
 
 EXAMPLES = 96
 

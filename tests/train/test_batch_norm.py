@@ -82,8 +82,8 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.mesh import Mesh
     from netfold.train.parallel.batch_norm import SubGroupBatchNorm, convert_batch_norm
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.recipe import Parallel
 
     torch.set_num_threads(1)
@@ -273,8 +273,8 @@ def _trained(mesh: Any) -> float:
     import torch
     from torch.nn import functional
 
-    from netfold.train.examples import Batch
-    from netfold.train.model import Model
+    from netfold.train.data.examples import Batch
+    from netfold.train.models.model import Model
     from netfold.train.parallel import parallelise
     from netfold.train.recipe import Recipe
 

@@ -222,13 +222,13 @@ def batch_normed(precision: str, zero: int, accumulate: int = 1) -> Table:
 
 
 def source(context: int) -> Any:
-    from netfold.train.datasets import text
+    from netfold.train.data import text
 
     return briefly(text.source(context))
 
 
 def photos() -> Any:
-    from netfold.train.datasets import super_resolution
+    from netfold.train.data import super_resolution
 
     return briefly(super_resolution.photos(patch=12))
 
@@ -276,7 +276,7 @@ def _one(recipe: Table) -> Learnt:
 
     import netfold.torch
     from netfold.train import Recipe, Trainer
-    from netfold.train.precision import DTYPES
+    from netfold.train.parallel.precision import DTYPES
 
     recorder = Recorder()
     trainer = recorder.trainer = Trainer(Recipe.model_validate(recipe), callbacks=[recorder])

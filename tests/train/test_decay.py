@@ -9,7 +9,7 @@ import pytest
 from cases import Cases, World
 from torch import nn
 
-from netfold.train.optimizers import undecayed
+from netfold.train.optim import undecayed
 
 pytestmark = pytest.mark.torch
 

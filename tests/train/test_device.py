@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from netfold.train.device import choose_device, seed
-from netfold.train.examples import Batch
-from netfold.train.mesh import Mesh
+from netfold.train.data.examples import Batch
 from netfold.train.models import make_model
 from netfold.train.parallel import parallelise
+from netfold.train.parallel.device import choose_device, seed
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import Device, Recipe
 
 # Stands for a GPU: an operation on tensors of two devices raises, and no GPU is needed.

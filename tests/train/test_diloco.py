@@ -130,7 +130,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.mesh import Mesh
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.recipe import Parallel
 
     torch.set_num_threads(1)
@@ -225,8 +225,8 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
     import torch
 
     from netfold.train.parallel import diloco
+    from netfold.train.parallel.shards import local
     from netfold.train.recipe import DiLoCo
-    from netfold.train.shards import local
 
     held = _parameters(mesh)
     whole, diloco.BUFFER_BYTES = diloco.BUFFER_BYTES, 40
@@ -248,7 +248,7 @@ def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
     """An OptimizerStep with rounds of 3 and Adam, and its weights."""
     import torch
 
-    from netfold.train.optimizer_step import OptimizerStep
+    from netfold.train.optim.step import OptimizerStep
     from netfold.train.recipe import Recipe
 
     recipe = Recipe.model_validate(

@@ -18,8 +18,8 @@ def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from training import TINY_GPT, changed
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.datasets import make_data
-    from netfold.train.fault_tolerance.drift import DriftError
+    from netfold.train.checkpoint.drift import DriftError
+    from netfold.train.data import make_data
 
     recipe = changed(
         TINY_GPT, training={"steps": 4}, checkpoint={"every": 2, "asynchronous": False}, parallel={"tensor": 2}

@@ -144,10 +144,10 @@ def _learnt() -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel import parallelise
-    from netfold.train.shards import as_shard
+    from netfold.train.parallel.mesh import Mesh
+    from netfold.train.parallel.shards import as_shard
 
     flights = _Flights(STEPS * BATCH)
     batches = [flights.batch(range(step * BATCH, (step + 1) * BATCH), ()) for step in range(STEPS)]
@@ -193,9 +193,9 @@ def _counts() -> dict[str, Any]:
     import torch
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel.embeddings import shard_embeddings
+    from netfold.train.parallel.mesh import Mesh
 
     found = {}
     for kind in ("table_wise", "row_wise"):
@@ -245,10 +245,10 @@ def _in_bf16() -> dict[str, Any]:
 def _refused() -> dict[str, str]:
     import torch
 
-    from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.models.linear import linear_stack
     from netfold.train.parallel.embeddings import shard_embeddings
+    from netfold.train.parallel.mesh import Mesh
 
     def refused(recipe: Any, model: Any = None) -> str:
         model = model or make_model(recipe.model)

@@ -93,7 +93,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
     import netfold.torch
     from netfold._native import engine
     from netfold.train import Recipe, Trainer
-    from netfold.train.datasets import make_data
+    from netfold.train.data import make_data
     from netfold.train.parallel import pipeline_plan
     from netfold.train.parallel.stages import Cut
 

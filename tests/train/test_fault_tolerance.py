@@ -154,7 +154,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A damaged checkpoint, for each kind of damage and each policy."""
     from surviving import Recorder, run
 
-    from netfold.train.fault_tolerance.recovery import CheckpointError
+    from netfold.train.checkpoint.recovery import CheckpointError
 
     def cut(path: Path) -> None:
         os.truncate(path / "__0_0.distcp", 100)
@@ -281,8 +281,8 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A full disk: a tiny one if this process may mount it, otherwise a simulated error."""
     from surviving import Recorder, run
 
+    from netfold.train.checkpoint.recovery import CheckpointError
     from netfold.train.fault_tolerance import atomic_checkpoint
-    from netfold.train.fault_tolerance.recovery import CheckpointError
 
     found: dict[str, Any] = {}
     for policy in ("warn", "stop"):
@@ -341,8 +341,8 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """One example is NaN, in the batch of one step on one of the ranks."""
     from surviving import Recorder, run
 
+    from netfold.train.data.sampler import Sampler
     from netfold.train.fault_tolerance.policies import NonFiniteError
-    from netfold.train.sampler import Sampler
 
     order = Sampler(96, 0).indices(0, 96)
 
@@ -428,7 +428,7 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from surviving import Recorder, run
 
     from netfold.train import BadExampleError
-    from netfold.train.sampler import Sampler
+    from netfold.train.data.sampler import Sampler
 
     gone = {index: f"/data/{index}.png" for index in Sampler(96, 0).indices(0, 64)[8 + 6 :: 16][:2]}
 
@@ -608,7 +608,7 @@ def test_the_state_of_the_optimizer_step_is_resumed() -> None:
 
 
 def test_a_run_resumed_with_another_batch_continues_with_the_next_sample() -> None:
-    from netfold.train.sampler import Sampler
+    from netfold.train.data.sampler import Sampler
 
     first, second = FOUND[weak]
     cut = first.index([])
@@ -685,7 +685,7 @@ def test_a_skipped_step_changes_no_state() -> None:
 
 
 def test_a_rewind_restores_the_weights_and_continues_with_later_data() -> None:
-    from netfold.train.sampler import Sampler
+    from netfold.train.data.sampler import Sampler
 
     first, second = (found["rewind"] for found in FOUND[not_finite])
     assert first[0].step == second[0].step == 8 and first[0].metric == second[0].metric
@@ -702,7 +702,7 @@ def test_the_limit_of_bad_steps_in_a_row_ends_the_job_under_any_policy() -> None
 
 
 def test_a_missing_example_is_replaced_by_the_same_one_on_any_number_of_ranks() -> None:
-    from netfold.train.sampler import Sampler
+    from netfold.train.data.sampler import Sampler
 
     first, second = FOUND[vanished]
     alone, notes = first["skip 1"]

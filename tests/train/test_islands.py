@@ -39,8 +39,8 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A sample of step 6 on rank 1 is NaN, in the middle of the second round."""
     from surviving import Recorder, run
 
+    from netfold.train.data.sampler import Sampler
     from netfold.train.fault_tolerance.policies import NonFiniteError
-    from netfold.train.sampler import Sampler
 
     poisoned = Sampler(96, 0).indices(0, 96)[46]
 

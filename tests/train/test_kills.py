@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) -> None:
-    from netfold.train.sampler import Sampler
+    from netfold.train.data.sampler import Sampler
 
     replay = f"{SCRIPT.name} FOLDER {seed} {kills} {steps}"
     ended = subprocess.run(

@@ -74,7 +74,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[Any, Any]:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.mesh import Mesh
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.recipe import Parallel
 
     torch.set_num_threads(1)
@@ -136,11 +136,11 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
     from torch.distributed.tensor import DTensor
     from torch.nn import functional
 
-    from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
-    from netfold.train.optimizers import kind_of, make_optimizer
+    from netfold.train.optim import kind_of, make_optimizer
     from netfold.train.parallel import parallelise
-    from netfold.train.shards import as_shard
+    from netfold.train.parallel.mesh import Mesh
+    from netfold.train.parallel.shards import as_shard
 
     recipe = _recipe(kind, DLRM if "tables" in split else GPT, SPLITS[split])
     examples = _Drawn(recipe.model.name)
@@ -204,8 +204,8 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
     import torch
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from netfold.train.optimizers import kind_of, make_optimizer
-    from netfold.train.shards import as_shard, local, plain_part
+    from netfold.train.optim import kind_of, make_optimizer
+    from netfold.train.parallel.shards import as_shard, local, plain_part
 
     axes = {"first": "tensor", "last": "data"}
 
@@ -260,8 +260,8 @@ def _no_gradient(mesh: Any) -> float:
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
-    from netfold.train.optimizers import LARS
-    from netfold.train.shards import plain_part
+    from netfold.train.optim import LARS
+    from netfold.train.parallel.shards import plain_part
 
     part = torch.ones(2, 2, dtype=torch.float64)
     w = plain_part(DTensor.from_local(part, mesh.device_mesh["tensor"], [Shard(0)], run_check=False))

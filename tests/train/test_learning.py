@@ -10,7 +10,7 @@ import pytest
 from training import trained
 
 from netfold.train import Recipe
-from netfold.train.datasets import DATASETS
+from netfold.train.data import DATASETS
 from netfold.train.models import MODELS
 from netfold.train.recipe.registry import factory
 
@@ -55,7 +55,7 @@ def test_the_options_of_a_recipe_fit_its_model_and_its_data(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MARGINS)
 def test_a_minute_of_a_recipe_beats_its_baseline(name: str) -> None:
-    from netfold.train.datasets import make_data
+    from netfold.train.data import make_data
 
     metric = make_data(Recipe.model_validate(read(name)).data).metric
     ((one, other),) = trained([read(name)], 2, timeout_s=1500)

@@ -24,7 +24,7 @@ from made import (
 )
 
 from netfold.train import BadExampleError, Data
-from netfold.train.datasets import make_data
+from netfold.train.data import make_data
 from netfold.train.recipe import Factory
 
 

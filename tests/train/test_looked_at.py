@@ -13,7 +13,7 @@ from made import everything
 from ranks import run_ranks, values
 from torch.nn import functional
 
-from netfold.train.datasets.super_resolution import Pair, mosaic
+from netfold.train.data.super_resolution import Pair, mosaic
 
 EDSR: dict[str, Any] = {
     "model": {"name": "netfold.train.models.edsr:edsr", "features": 4, "blocks": 1},

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.optimizer_step import OptimizerStep
-from netfold.train.precision import DTYPES, Precision
+from netfold.train.optim.step import OptimizerStep
+from netfold.train.parallel.precision import DTYPES, Precision
 
 LR = 2.0**-12
 # Of torch.amp.GradScaler.
@@ -64,8 +64,8 @@ def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
     from surviving import toy_recipe
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.mesh import Mesh
     from netfold.train.parallel.data_parallel import wrap_data_parallel
+    from netfold.train.parallel.mesh import Mesh
 
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     found = {}
@@ -117,7 +117,7 @@ def scaled(*gradients: Tensor) -> tuple[OptimizerStep, list[bool]]:
     """Step once on each gradient of an f16 run; return whether each step was skipped."""
     from surviving import toy_recipe
 
-    from netfold.train.mesh import Mesh
+    from netfold.train.parallel.mesh import Mesh
 
     class Held:
         def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -21,9 +21,9 @@ from invented_run import (
     tell,
 )
 
+from netfold.train.callbacks.events import Ended, Stepped
 from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
-from netfold.train.events import Ended, Stepped
-from netfold.train.report import write_report
+from netfold.train.callbacks.report import write_report
 
 
 def test_every_number_of_an_event_is_read_back(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
     from surviving import Recorder, run
 
     from netfold.train import BadExampleError
-    from netfold.train.sampler import Sampler, sample_seed
+    from netfold.train.data.sampler import Sampler, sample_seed
 
     seen = Sampler(96, 0).indices(0, 64)
     # An example of the second step, and its first replacement.

@@ -85,7 +85,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.mesh import Mesh
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.recipe import Parallel
 
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def _optimizer(kind: str, parameters: Any) -> Any:
-    from netfold.train.optimizers import LAMB, LARS
+    from netfold.train.optim import LAMB, LARS
 
     if kind == "LARS":
         return LARS(parameters, lr=0.5, momentum=0.9, weight_decay=0.02, trust=0.1)
@@ -211,7 +211,7 @@ def _clip(mesh: Any) -> dict[str, float]:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard
 
-    from netfold.train.optimizer_step import Clip
+    from netfold.train.optim.step import Clip
 
     generator = torch.Generator().manual_seed(3)
     whole = {f"stage{s}.{what}": torch.randn(7, generator=generator).double() for s in range(2) for what in "wn"}
@@ -238,7 +238,7 @@ def _partial(mesh: Any) -> dict[str, Any]:
     import torch
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    from netfold.train.optimizer_step import Clip
+    from netfold.train.optim.step import Clip
 
     line = mesh.device_mesh["tensor"]
     held = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), line, [Replicate()]))
@@ -252,7 +252,7 @@ def _whole(mesh: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     import netfold.torch
-    from netfold.train.optimizer_step import Clip
+    from netfold.train.optim.step import Clip
 
     held = torch.nn.Parameter(torch.zeros(2))
     held.grad = torch.tensor([3.0, 4.0])
@@ -270,7 +270,7 @@ def _apart(mesh: Any) -> float:
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
-    from netfold.train.optimizer_step import Clip
+    from netfold.train.optim.step import Clip
 
     own = mesh.data.rank + 1.0
     cut = DTensor.from_local(torch.zeros(1), mesh.device_mesh["tensor"], [Shard(0)])
@@ -283,7 +283,7 @@ def _apart(mesh: Any) -> float:
 def _not_finite(mesh: Any) -> str:
     import torch
 
-    from netfold.train.optimizer_step import Clip
+    from netfold.train.optim.step import Clip
 
     name = f"stage{mesh.pipeline.rank}"
     held = torch.nn.Parameter(torch.zeros(1))

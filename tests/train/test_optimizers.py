@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from netfold.train.optimizers import kind_of, learning_rate
-from netfold.train.optimizers.layerwise import LAMB, LARS
+from netfold.train.optim import kind_of, learning_rate
+from netfold.train.optim.layerwise import LAMB, LARS
+from netfold.train.parallel.shards import plain_part
 from netfold.train.recipe import Optimizer as Asked
 from netfold.train.recipe import Recipe, Schedule
-from netfold.train.shards import plain_part
 
 Floats = NDArray[np.float64]
 RNG = np.random.default_rng(5)

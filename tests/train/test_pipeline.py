@@ -133,7 +133,7 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
 def data_of(recipe: Any) -> Any:
     """The recipe's data, with few held-out examples."""
     from netfold.train import Data
-    from netfold.train.datasets import make_data
+    from netfold.train.data import make_data
 
     class Few:
         def __init__(self, examples: Any) -> None:
@@ -154,8 +154,8 @@ def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
     """A plain training loop of a recipe, which uses nothing of netfold.train except the order of samples."""
     import torch
 
+    from netfold.train.data.sampler import Sampler
     from netfold.train.models import make_model
-    from netfold.train.sampler import Sampler
 
     torch.manual_seed(recipe.training.seed)
     model, order, size = make_model(recipe.model), Sampler(len(data.train), recipe.training.seed), recipe.training.batch
@@ -206,9 +206,9 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from netfold.train import Batch, Recipe
-    from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
-    from netfold.train.shards import as_shard
+    from netfold.train.parallel.mesh import Mesh
+    from netfold.train.parallel.shards import as_shard
 
     def whole(weight: Any) -> Any:
         part = as_shard(weight, weight.grad)
@@ -250,8 +250,8 @@ def kept_by_four_dropouts() -> list[float]:
     from torch.nn import functional
 
     from netfold.train import Batch, Chain, Model, Recipe
-    from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
+    from netfold.train.parallel.mesh import Mesh
 
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -289,8 +289,8 @@ def refused_by_zero_bubble() -> str:
     from torch.nn import functional
 
     from netfold.train import Batch, Chain, Model, Recipe
-    from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
+    from netfold.train.parallel.mesh import Mesh
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -322,9 +322,9 @@ def refused_by_zero_bubble() -> str:
 
 def failed_to_be_measured() -> str:
     from netfold.train import BadExampleError, Recipe
-    from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel import parallelise
+    from netfold.train.parallel.mesh import Mesh
 
     class Gone:
         def __len__(self) -> int:

@@ -14,11 +14,11 @@ from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evalua
 from ranks import run_command
 
 from netfold.train import Recipe
+from netfold.train.callbacks.events import Ended, Noted
 from netfold.train.callbacks.metrics_file import MetricsFile, metric_words, read_metrics, result
+from netfold.train.callbacks.report import ReportCallback, write_report
 from netfold.train.callbacks.run_folder import run_folder
-from netfold.train.events import Ended, Noted
-from netfold.train.examples import Panel
-from netfold.train.report import ReportCallback, write_report
+from netfold.train.data.examples import Panel
 
 HOSTILE = "</script><script>document.title='taken'</script>\"'><img src=x onerror=document.title='taken'>&amp;]]>"
 
@@ -174,8 +174,8 @@ def test_a_page_is_written_seldom_if_writing_takes_long_and_always_at_the_end(
         now_s[0] += 0.5
         return folder
 
-    monkeypatch.setattr("netfold.train.report.write_report", slow)
-    monkeypatch.setattr("netfold.train.report.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("netfold.train.callbacks.report.write_report", slow)
+    monkeypatch.setattr("netfold.train.callbacks.report.time.monotonic", lambda: now_s[0])
     page = ReportCallback(tmp_path)
     for at_s, times in ((100.0, 1), (150.0, 1), (200.4, 1), (200.6, 2)):
         now_s[0] = at_s
@@ -186,7 +186,7 @@ def test_a_page_is_written_seldom_if_writing_takes_long_and_always_at_the_end(
 
 
 def test_a_long_run_keeps_its_extremes_and_a_small_page(tmp_path: Path) -> None:
-    from netfold.train.report.curves import _thinned
+    from netfold.train.callbacks.report.curves import _thinned
 
     points: list[tuple[int, float | None]] = [(step, float(step % 97)) for step in range(100_000)]
     points[54_321] = (54_321, 1e6)
@@ -200,7 +200,7 @@ def test_the_page_of_a_very_long_run_has_some_steps_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_off_and_gone_on(recipe(tmp_path))
-    monkeypatch.setattr("netfold.train.report._MOST_STEPS", 7)
+    monkeypatch.setattr("netfold.train.callbacks.report._MOST_STEPS", 7)
     page = parse(write_report(folder).read_text())
     assert json.loads(page.one("script", id="metrics").text)["steps"]["step"] == [1, 4, 7, 10, 13, 16, 19]
     assert "carries the numbers of one in 3" in page.one("main").text

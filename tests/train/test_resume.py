@@ -180,7 +180,7 @@ def _held(trainer: Any) -> dict[str, int]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.fault_tolerance.state import collect_state
+    from netfold.train.checkpoint.state import collect_state
 
     parameters = dict(trainer.replica.named_parameters())
     tensors = collect_state(trainer.replica, parameters, trainer.update.states(), buffers=False)

@@ -10,9 +10,9 @@ import pytest
 from invented_run import goes_through, recipe, tell
 
 from netfold.train import Recipe
+from netfold.train.callbacks.events import Ended
 from netfold.train.callbacks.metrics_file import MetricsFile
 from netfold.train.callbacks.run_folder import run_folder, run_name
-from netfold.train.events import Ended
 from netfold.train.recipe.load import RESOLVED, load, read_resolved
 
 HARD: dict[str, Any] = {

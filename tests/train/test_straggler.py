@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from netfold.train.fault_tolerance import straggler
-from netfold.train.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import FaultTolerance, Parallel
 
 # Of ranks 0..7 = pipeline 2 x data 2 x tensor 2: the second stage has three times the work, and rank 6 is slow in it.

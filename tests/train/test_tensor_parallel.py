@@ -141,10 +141,10 @@ def _counts() -> dict[str, Any]:
     from torch import nn
     from torch.distributed.tensor import Replicate, Shard
 
-    from netfold.train.mesh import Mesh
-    from netfold.train.model import Chain, Model
     from netfold.train.models.linear import dense, linear_stack, stack_plan
+    from netfold.train.models.model import Chain, Model
     from netfold.train.models.transformer import gpt
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.parallel.tensor import cut, localise
     from netfold.train.recipe import Parallel
 
@@ -236,9 +236,9 @@ def _learnt() -> dict[str, Any]:
     import torch
 
     from netfold.train import Batch, Recipe
-    from netfold.train.mesh import Mesh
     from netfold.train.models.linear import linear_stack
     from netfold.train.models.transformer import gpt
+    from netfold.train.parallel.mesh import Mesh
 
     torch.manual_seed(7)
     batches = {
@@ -296,7 +296,7 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     from torch.distributed.tensor import DTensor, Shard
 
     from netfold.train.parallel import parallelise
-    from netfold.train.shards import as_shard
+    from netfold.train.parallel.shards import as_shard
 
     replica = parallelise(model, recipe, mesh)
     optimizer = _optimizer([parameter for _, parameter in replica.named_parameters()])
@@ -345,10 +345,10 @@ def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def _refused() -> dict[str, str]:
     import torch
 
-    from netfold.train.mesh import Mesh
-    from netfold.train.model import Model
     from netfold.train.models.linear import linear_stack
+    from netfold.train.models.model import Model
     from netfold.train.models.transformer import gpt
+    from netfold.train.parallel.mesh import Mesh
     from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
 

@@ -12,7 +12,7 @@ import torch
 from made import data, everything, python
 
 from netfold.train import BadExampleError
-from netfold.train.datasets import text
+from netfold.train.data import text
 
 
 def test_held_out_source_files_are_whole_and_in_no_training_text(

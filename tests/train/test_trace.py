@@ -18,7 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from netfold.cli import app  # noqa: E402
 from netfold.plan.model import Layered, ShardSpec, TensorSize, Traced  # noqa: E402
-from netfold.train.examples import Batch  # noqa: E402
+from netfold.train.data.examples import Batch  # noqa: E402
 from netfold.train.explain.layers import measure  # noqa: E402
 from netfold.train.models import make_model  # noqa: E402
 from netfold.train.recipe import Factory  # noqa: E402

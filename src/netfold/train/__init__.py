@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 from netfold.train.recipe import Recipe
 
 if TYPE_CHECKING:
-    from netfold.train.examples import BadExampleError, Batch, Data, Examples, Metric
-    from netfold.train.model import Chain, Model
+    from netfold.train.data.examples import BadExampleError, Batch, Data, Examples, Metric
+    from netfold.train.models.model import Chain, Model
     from netfold.train.trainer import Outcome, Trainer
 
 __all__ = ["BadExampleError", "Batch", "Chain", "Data", "Examples", "Metric", "Model", "Outcome", "Recipe", "Trainer"]
 
-_PLACES = dict.fromkeys(("Chain", "Model"), "model") | dict.fromkeys(("Outcome", "Trainer"), "trainer")
+_PLACES = dict.fromkeys(("Chain", "Model"), "models.model") | dict.fromkeys(("Outcome", "Trainer"), "trainer")
 
 
 def __getattr__(name: str) -> Any:
     # Reading a recipe needs no torch: the modules that import torch are loaded on demand.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"netfold.train.{_PLACES.get(name, 'examples')}"), name)
+    return getattr(importlib.import_module(f"netfold.train.{_PLACES.get(name, 'data.examples')}"), name)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from netfold.train.examples import Data, Examples, Panel, Pictures
-from netfold.train.mesh import Mesh
-from netfold.train.model import Model, Replica
+from netfold.train.data.examples import Data, Examples, Panel, Pictures
+from netfold.train.models.model import Model, Replica
+from netfold.train.parallel.mesh import Mesh
 
 
 @torch.no_grad()

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from netfold.profile.live import LiveOverlap
-from netfold.train.datasets import make_data
-from netfold.train.device import choose_device, seed
+from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
+from netfold.train.checkpoint.recovery import Recovery
+from netfold.train.data import make_data
+from netfold.train.data.examples import Batch, Data, Panel
+from netfold.train.data.sampler import Prefetcher, sample_seed
 from netfold.train.evaluate import evaluate, render
-from netfold.train.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
-from netfold.train.examples import Batch, Data, Panel
 from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
 from netfold.train.fault_tolerance.policies import (
     NonFinite,
@@ -33,19 +34,18 @@ from netfold.train.fault_tolerance.policies import (
     explain_device_error,
     what_is_bad,
 )
-from netfold.train.fault_tolerance.recovery import Recovery
+from netfold.train.fault_tolerance.step_vote import StepVote, merge_votes, vote
 from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
-from netfold.train.mesh import Mesh
-from netfold.train.model import Model
 from netfold.train.models import make_model
-from netfold.train.optimizer_step import OptimizerStep
-from netfold.train.optimizers import learning_rate, make_optimizer, undecayed
+from netfold.train.models.model import Model
+from netfold.train.optim import learning_rate, make_optimizer, undecayed
+from netfold.train.optim.step import OptimizerStep
 from netfold.train.parallel import parallelise
+from netfold.train.parallel.device import choose_device, seed
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import error_kind, error_text
-from netfold.train.sampler import Prefetcher, sample_seed
-from netfold.train.step_vote import StepVote, merge_votes, vote
 
 # The shortest time that an estimate of exposed communication is of.
 _OVERLAP_EVERY_S = 0.5

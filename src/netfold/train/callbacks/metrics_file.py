@@ -26,8 +26,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
-from netfold.train.examples import Metric
+from netfold.train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
+from netfold.train.data.examples import Metric
 
 NAME = "metrics.jsonl"
 Line = dict[str, Any]

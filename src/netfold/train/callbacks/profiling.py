@@ -7,7 +7,7 @@ from pathlib import Path
 
 from netfold import profile
 from netfold.profile import recording
-from netfold.train.events import Callback, Ended, Started, Stepped
+from netfold.train.callbacks.events import Callback, Ended, Started, Stepped
 
 NAME = "profile"
 # The first steps are slower: they make buffers, and measure links.

@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold import units
+from netfold.train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold.train.callbacks.metrics_file import read_metrics, with_unit
-from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
 PLAIN_S = 10.0

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from netfold.extras import command
+from netfold.train.callbacks.events import HANDLERS, Callback, Event, Noted
 from netfold.train.callbacks.metrics_file import MetricsFile
 from netfold.train.callbacks.profiling import ProfileCallback
 from netfold.train.callbacks.progress import ProgressCallback
+from netfold.train.callbacks.report import ReportCallback
 from netfold.train.callbacks.trackers import MLflow, TensorBoard, Tracker, Wandb
-from netfold.train.events import HANDLERS, Callback, Event, Noted
 from netfold.train.recipe import Recipe
-from netfold.train.report import ReportCallback
 
 # By their packages' names, which are their keys in a recipe's `report`.
 _TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from netfold.train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold.train.callbacks.metrics_file import step_values
-from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 # TensorBoard's interval of writing, which is what a killed run may lose.
 _FLUSH_S = 10

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from netfold.plan.model import Pass
-from netfold.train.examples import Batch
-from netfold.train.model import Chain, Model
+from netfold.train.data.examples import Batch
+from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.embeddings import Embeddings
+from netfold.train.parallel.precision import DTYPES, keeps_statistics
+from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along, localise
-from netfold.train.precision import DTYPES, keeps_statistics
-from netfold.train.shards import axes, local
 from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]

@@ -11,9 +11,9 @@ import torch
 from netfold.plan.shared_rules import bucket_ends
 from netfold.train.explain.layers import Layer
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
-from netfold.train.mesh import in_runs
 from netfold.train.parallel.data_parallel import BUCKET_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES
+from netfold.train.parallel.mesh import in_runs
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.split import SPLIT_BACKWARD, Split, stages_of
 

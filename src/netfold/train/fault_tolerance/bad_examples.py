@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from netfold.train.examples import BadExampleError, Batch, Examples
-from netfold.train.sampler import sample_seed
+from netfold.train.data.examples import BadExampleError, Batch, Examples
+from netfold.train.data.sampler import sample_seed
 
 # Replacements to try for one example. If none can be read, the data as a whole is gone.
 TRIES = 8

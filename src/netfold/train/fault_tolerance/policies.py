@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from netfold.train.examples import BadExampleError, Batch
+from netfold.train.data.examples import BadExampleError, Batch
 from netfold.train.fault_tolerance.stop import PolicyStopError
-from netfold.train.mesh import Mesh
-from netfold.train.model import Replica
+from netfold.train.models.model import Replica
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.shards import local
 from netfold.train.recipe import FaultTolerance
-from netfold.train.shards import local
 
 
 class NonFiniteError(PolicyStopError):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.fault_tolerance.stop import PolicyStopError
-from netfold.train.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import FaultTolerance
 
 # Steps of a window, which ends with one all_gather of two numbers.

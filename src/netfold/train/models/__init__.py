@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from netfold.train.model import Model
+from netfold.train.models.model import Model
 from netfold.train.recipe import Factory
 from netfold.train.recipe.registry import factory
 

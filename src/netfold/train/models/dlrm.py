@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model
 from netfold.train.models.linear import dense, named, stacks_plan
+from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.embeddings import Embeddings
 
 

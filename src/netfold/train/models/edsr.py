@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model
-from netfold.train.resolution import bicubic
+from netfold.train.data.resolution import bicubic
+from netfold.train.models.model import Chain, Model
 
 Scale = Literal[2, 3, 4]
 

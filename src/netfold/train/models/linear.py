@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model, Style, TensorPlan
+from netfold.train.models.model import Chain, Model, Style, TensorPlan
 
 
 def linear_stack(widths: Sequence[int]) -> Model:

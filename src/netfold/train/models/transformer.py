@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model, Style, TensorPlan
 from netfold.train.models.linear import class_loss, named
+from netfold.train.models.model import Chain, Model, Style, TensorPlan
 from netfold.train.parallel.tensor import in_units
 
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from netfold.train.examples import Batch, Examples
-from netfold.train.mesh import Mesh
-from netfold.train.model import EqualWeights, Model, Replica
+from netfold.train.data.examples import Batch, Examples
+from netfold.train.models.model import EqualWeights, Model, Replica
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.data_parallel import evaluating, send_gradients, wrap_data_parallel, zero_level
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.precision import Precision
+from netfold.train.parallel.precision import Precision
 from netfold.train.recipe import Recipe
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from netfold.train.mesh import Mesh, own_group
+from netfold.train.parallel.mesh import Mesh, own_group
 from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.split import check_batch_norm
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train.mesh import Mesh
-from netfold.train.model import Chain, tied_names
+from netfold.train.models.model import Chain, tied_names
 from netfold.train.parallel.embeddings import exclude_from_ddp
-from netfold.train.precision import Precision, keeps_statistics
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.precision import Precision, keeps_statistics
 from netfold.train.recipe import Recipe
 
 BUCKET_MB = 64.0

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from netfold.train.mesh import Axis, all_reduce_together, in_runs
-from netfold.train.model import Replica
+from netfold.train.models.model import Replica
+from netfold.train.parallel.mesh import Axis, all_reduce_together, in_runs
+from netfold.train.parallel.shards import local
 from netfold.train.recipe import DiLoCo
-from netfold.train.shards import local
 
 # The largest message: few calls, without a second copy of the whole model.
 BUFFER_BYTES = 64 << 20

@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train.mesh import Mesh
-from netfold.train.model import Model
+from netfold.train.models.model import Model
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.shards import plain_part
 from netfold.train.recipe import Recipe
-from netfold.train.shards import plain_part
 
 
 class Embeddings(nn.Module):

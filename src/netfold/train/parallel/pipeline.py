@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from netfold.train.device import seed
-from netfold.train.examples import Batch
-from netfold.train.mesh import Mesh, all_reduce_together, own_group
-from netfold.train.model import Chain, Model, tied_names
+from netfold.train.data.examples import Batch
+from netfold.train.data.sampler import sample_seed
+from netfold.train.models.model import Chain, Model, tied_names
 from netfold.train.parallel.data_parallel import evaluating, wrap_data_parallel
+from netfold.train.parallel.device import seed
+from netfold.train.parallel.mesh import Mesh, all_reduce_together, own_group
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.precision import Precision
+from netfold.train.parallel.precision import Precision
+from netfold.train.parallel.shards import local
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.split import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
-from netfold.train.sampler import sample_seed
-from netfold.train.shards import local
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from netfold.train.device import synchronize
-from netfold.train.examples import Batch, Examples
-from netfold.train.mesh import Mesh
-from netfold.train.model import Chain, Model
+from netfold.train.data.examples import Batch, Examples
+from netfold.train.models.model import Chain, Model
+from netfold.train.parallel.device import synchronize
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.precision import Precision
 from netfold.train.parallel.stages import Cut, cut
-from netfold.train.precision import Precision
 from netfold.train.recipe import Parallel, Recipe
 from netfold.train.recipe.split import SPLIT_BACKWARD, split, stages_a_rank
 

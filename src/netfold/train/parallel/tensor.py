@@ -27,12 +27,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from netfold.train.mesh import Mesh
-from netfold.train.model import Model, tied_names
-from netfold.train.precision import substitute_parameters
+from netfold.train.models.model import Model, tied_names
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.precision import substitute_parameters
+from netfold.train.parallel.shards import as_shard, plain_part
 from netfold.train.recipe import Parallel
 from netfold.train.recipe.errors import RecipeError
-from netfold.train.shards import as_shard, plain_part
 
 
 def in_units(style: ParallelStyle, outputs: int, name: str) -> ParallelStyle:

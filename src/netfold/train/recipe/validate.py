@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from netfold.plan.words import suggest
-from netfold.train.datasets import DATASETS, make_data
-from netfold.train.examples import BadExampleError, Batch, Data
-from netfold.train.model import Model
+from netfold.train.data import DATASETS, make_data
+from netfold.train.data.examples import BadExampleError, Batch, Data
 from netfold.train.models import MODELS, make_model
+from netfold.train.models.model import Model
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain

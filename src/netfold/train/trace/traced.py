@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.plan.model import Gradient, Part, Traced
-from netfold.train.model import Model
+from netfold.train.models.model import Model
 from netfold.train.recipe.errors import error_sentence
 from netfold.train.trace.module_spec import Input, TraceError
 from netfold.train.trace.tracer import OnAnAccelerator, TraceMode, tensors

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from netfold.plan.model import Collective, Kernels, Matmul, TensorSize
 from netfold.plan.model.traced import NONE
-from netfold.train.shards import local
+from netfold.train.parallel.shards import local
 
 # The number of nodes that add to a parameter's gradient: they are made once, and numbered last.
 _ACCUMULATES = 2**64 - 1

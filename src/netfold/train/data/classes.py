@@ -15,8 +15,8 @@ from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.datasets.super_resolution import SUFFIXES, read_picture
-from netfold.train.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
+from netfold.train.data.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
+from netfold.train.data.super_resolution import SUFFIXES, read_picture
 
 
 def class_folders(root: str, size: int = 64) -> Data:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from netfold.train.mesh import Mesh
-from netfold.train.model import Replica
-from netfold.train.optimizers.layerwise import LAMB, LARS
+from netfold.train.models.model import Replica
+from netfold.train.optim.layerwise import LAMB, LARS
 from netfold.train.parallel.data_parallel import zero_level
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import Optimizer, Recipe, Schedule
 
 _UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.extras import command
-from netfold.train.examples import BadExampleError, Data, InMemory, Metric
+from netfold.train.data.examples import BadExampleError, Data, InMemory, Metric
 
 CATEGORICAL = ("carrier", "origin", "dest", "month", "weekday", "hour")
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")

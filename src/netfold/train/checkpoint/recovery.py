@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from netfold.train.fault_tolerance.atomic_checkpoint import (
+from netfold.train.checkpoint.atomic import (
     PART,
     AtomicCheckpointWriter,
     Position,
@@ -31,12 +31,12 @@ from netfold.train.fault_tolerance.atomic_checkpoint import (
     read_manifest,
     remove_incomplete,
 )
-from netfold.train.fault_tolerance.drift import check_replicated
-from netfold.train.fault_tolerance.state import Metadata, allocate_state, collect_state
+from netfold.train.checkpoint.drift import check_replicated
+from netfold.train.checkpoint.state import Metadata, allocate_state, collect_state
 from netfold.train.fault_tolerance.stop import PolicyStopError
-from netfold.train.mesh import Mesh
-from netfold.train.model import Replica
-from netfold.train.optimizer_step import OptimizerStep
+from netfold.train.models.model import Replica
+from netfold.train.optim.step import OptimizerStep
+from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import Recipe
 
 T = TypeVar("T")

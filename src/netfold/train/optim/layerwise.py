@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from netfold.train.shards import axes, local, settle, whole_norms
+from netfold.train.parallel.shards import axes, local, settle, whole_norms
 
 
 class LayerWise(Optimizer, ABC):

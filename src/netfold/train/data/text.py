@@ -18,7 +18,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import BadExampleError, Data, Examples, Metric, OneByOne
+from netfold.train.data.examples import BadExampleError, Data, Examples, Metric, OneByOne
 
 MASK = 256
 IGNORE_INDEX = -100

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from netfold.train.examples import Batch
+from netfold.train.data.examples import Batch
 
 Style = Literal["alternating", "colwise", "rowwise"]
 # style, sequence -> module path -> torch.distributed.tensor.parallel.ParallelStyle

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from netfold.train.mesh import Mesh
-from netfold.train.shards import axes, local
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.shards import axes, local
 
 
 class DriftError(RuntimeError):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from netfold.train.device import CPU
+from netfold.train.parallel.device import CPU
 from netfold.train.recipe import Parallel
 
 AXES = ("pipeline", "data", "tensor")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from netfold.train.examples import Metric, Panel
-from netfold.train.model import Model
+from netfold.train.data.examples import Metric, Panel
+from netfold.train.models.model import Model
 from netfold.train.recipe import Recipe
 
 

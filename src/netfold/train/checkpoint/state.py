@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from netfold.train.model import Replica
-from netfold.train.optimizer_step import States
-from netfold.train.shards import as_shard
+from netfold.train.models.model import Replica
+from netfold.train.optim.step import States
+from netfold.train.parallel.shards import as_shard
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from netfold.train.examples import Batch, Examples
+from netfold.train.data.examples import Batch, Examples
 
 _WORD = 2**64 - 1
 

@@ -18,13 +18,13 @@ from PIL import Image
 from netfold import units
 from netfold.page.escape import escape
 from netfold.page.layout import render_layout
+from netfold.train.callbacks.events import Callback, Ended, Evaluated, Started
 from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics, result
+from netfold.train.callbacks.report.communication import communication
+from netfold.train.callbacks.report.curves import curves
+from netfold.train.callbacks.report.history import history, provenance
 from netfold.train.callbacks.run_folder import write_whole
-from netfold.train.events import Callback, Ended, Evaluated, Started
-from netfold.train.examples import Panel
-from netfold.train.report.communication import communication
-from netfold.train.report.curves import curves
-from netfold.train.report.history import history, provenance
+from netfold.train.data.examples import Panel
 
 __all__ = ["PAGE", "ReportCallback", "write_report"]
 

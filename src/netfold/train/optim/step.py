@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from netfold.train.mesh import Mesh
-from netfold.train.model import Replica
+from netfold.train.models.model import Replica
 from netfold.train.parallel.diloco import DiLoCoRounds
+from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.shards import axes, local, settle, square_sum
 from netfold.train.recipe import Recipe
-from netfold.train.shards import axes, local, settle, square_sum
 
 # kind -> parameter -> key -> tensor
 States = Mapping[str, Mapping[Tensor, dict[str, Any]]]
