@@ -189,8 +189,8 @@ def is_held(folder: Path) -> bool:
 
 
 def metric_words(metric: Metric) -> dict[str, Any]:
-    """The fields of a metric, without its function."""
-    return {name: value for name, value in vars(metric).items() if name != "score"}
+    """The fields of a metric, without its functions."""
+    return {name: value for name, value in vars(metric).items() if name not in ("score", "items")}
 
 
 def with_unit(value: float, unit: str) -> str:

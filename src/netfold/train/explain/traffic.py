@@ -79,6 +79,8 @@ def _inside(layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
         for operation, each_size in sorted(sizes.items()):
             calls, total = len(each_size) * split.passes, sum(each_size) * split.passes
             yield Traffic("tensor", operation, of, split.tensor, calls, total)
+    if summed := [size for layer in layers for size in layer.summed_bytes]:
+        yield Traffic("tensor", "all_reduce", "gradients of norms", split.tensor, len(summed), sum(summed))
 
 
 def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
