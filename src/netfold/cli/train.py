@@ -85,7 +85,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
     source = Source()
     try:
         place = placement() if is_launched() else None
-        if place is not None and ranks_here is not None:
+        if place is not None and ranks_here not in (None, place.size):
             raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
         asked, source = load(recipe, settings)
         ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
@@ -119,7 +119,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
         from netfold.train.launch import launch
 
         del checked
-        raise typer.Exit(launch(asked, source, ranks))
+        raise typer.Exit(launch(asked, ranks))
 
 
 def _need_packages() -> None:

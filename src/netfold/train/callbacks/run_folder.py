@@ -121,7 +121,7 @@ def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
         {
             "time": round(time.time(), 3),
             "versions": {"python": platform.python_version(), **versions},
-            "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+            "command": [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]],
             "commit": _commit(),
             "settings": {name: "(set, not shown)" if _SECRET.search(name) else os.environ[name] for name in names},
             "ranks": ranks,
