@@ -17,8 +17,9 @@ pytestmark = pytest.mark.torch
 
 
 def test_any_module_may_be_imported_first() -> None:
-    paths = (path.relative_to(ROOT).with_suffix("").parts for path in sorted(ROOT.glob("train/**/*.py")))
-    names = [".".join(("netfold", *parts)).removesuffix(".__init__") for parts in paths]
+    paths = sorted(path for package in ("train", "dry_run") for path in (ROOT / package).rglob("*.py"))
+    parts = (path.relative_to(ROOT).with_suffix("").parts for path in paths)
+    names = [".".join(("netfold", *each)).removesuffix(".__init__") for each in parts]
     # Third-party packages are loaded once for all cases.
     for name in names:
         import_module(name)
@@ -26,7 +27,7 @@ def test_any_module_may_be_imported_first() -> None:
     for name in names:
         child = os.fork()
         if child == 0:
-            for known in [each for each in sys.modules if each.startswith("netfold.train")]:
+            for known in [each for each in sys.modules if each.startswith(("netfold.train", "netfold.dry_run"))]:
                 del sys.modules[known]
             try:
                 import_module(name)

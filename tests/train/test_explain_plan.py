@@ -22,16 +22,16 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+from netfold.dry_run.explain import Plan, a_parameter, explain, passes_kept
+from netfold.dry_run.layers import Layer, measure
+from netfold.dry_run.render import print_plan, size
+from netfold.dry_run.traffic import Traffic, traffic
+from netfold.dry_run.validate import validate_recipe
 from netfold.plan.shared_rules import bucket_ends
 from netfold.train import Batch, Chain, Model, Recipe
-from netfold.train.explain import Plan, a_parameter, explain, passes_kept
-from netfold.train.explain.layers import Layer, measure
-from netfold.train.explain.render import print_plan, size
-from netfold.train.explain.traffic import Traffic, traffic
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import Split, ranks_asked, split
-from netfold.train.recipe.validate import validate_recipe
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},

@@ -12,12 +12,12 @@ import pytest
 from made import needs_fashion_mnist
 from own_parts import line
 
+from netfold.dry_run.validate import validate_recipe
 from netfold.train import Recipe
 from netfold.train.recipe import Factory
 from netfold.train.recipe.errors import RecipeError, Source, error_kind, error_sentence
 from netfold.train.recipe.load import load
 from netfold.train.recipe.registry import arguments, factory
-from netfold.train.recipe.validate import validate_recipe
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from netfold.cli import app  # noqa: E402
+from netfold.dry_run import TraceError, parse_input, parse_module, trace_module  # noqa: E402
+from netfold.dry_run.layers import measure  # noqa: E402
 from netfold.plan.model import Layered, ShardSpec, TensorSize, Traced  # noqa: E402
 from netfold.train.data.examples import Batch  # noqa: E402
-from netfold.train.explain.layers import measure  # noqa: E402
 from netfold.train.models import make_model  # noqa: E402
 from netfold.train.recipe import Factory  # noqa: E402
-from netfold.train.trace import TraceError, parse_input, parse_module, trace_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HERE = "test_trace"

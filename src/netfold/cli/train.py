@@ -90,7 +90,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
         asked, source = load(recipe, settings)
         ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
         if place is None or explain:
-            from netfold.train.recipe.validate import validate_recipe
+            from netfold.dry_run.validate import validate_recipe
 
             checked = validate_recipe(asked, ranks)
         else:
@@ -106,8 +106,8 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
             print_problems("train", RecipeError(source.placed(error)))
         raise typer.Exit(CANNOT) from None
     if explain:
-        from netfold.train.explain import explain as explained
-        from netfold.train.explain.render import print_plan
+        from netfold.dry_run.explain import explain as explained
+        from netfold.dry_run.render import print_plan
 
         if place is None or place.rank == 0:
             print_plan(explained(asked, checked))

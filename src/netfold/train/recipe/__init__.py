@@ -1,7 +1,7 @@
 """The keys of a recipe, with their meanings, defaults and bounds.
 
 A recipe is TOML (`netfold train recipe.toml`) or made in Python (`Recipe(model={"name": "gpt"}, ...)`). The checks in
-this module need no model, data or torch; `validate.py` makes the checks that do.
+this package need no model, data or torch; `dry_run/validate.py` makes the checks that do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read a recipe from a file and settings, or raise sentences that name each wrong key, its line, and a correction.
 
-These checks need no torch, model or data; `validate.py` makes the checks that do.
+These checks need no torch, model or data; `dry_run/validate.py` makes the checks that do.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from netfold.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold.plan.model import Pass
 from netfold.train.data.examples import Batch
 from netfold.train.models.model import Chain, Model
@@ -24,7 +25,6 @@ from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.precision import DTYPES, keeps_statistics
 from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along, localise
-from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]
 _NOTHING = Pass()

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from netfold.train.explain import Plan
-from netfold.train.explain.traffic import Traffic
+from netfold.dry_run.explain import Plan
+from netfold.dry_run.traffic import Traffic
 
 _AXES = ("tensor", "pipeline", "data", "all")
 
