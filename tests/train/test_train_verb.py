@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from netfold.bootstrap.launchers import placement
 from netfold.cli import app
-from netfold.train.callbacks.metrics_file import read_metrics
+from netfold.runs.metrics import read_metrics
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS
 
 HERE = Path(__file__).parent

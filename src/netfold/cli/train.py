@@ -65,9 +65,7 @@ def run(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")]) -> None:
     """Make a run's page, report.html, again from the data in its folder. Exit code 2 if the folder holds no run."""
-    _need_packages()
-
-    from netfold.train.callbacks.report import write_report
+    from netfold.runs.page import write_report
 
     with exit_on("train report", ValueError, OSError):
         typer.echo(write_report(folder))

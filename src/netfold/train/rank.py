@@ -81,7 +81,8 @@ def _train(recipe: Recipe, source: Source) -> int:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.callbacks.metrics_file import metric_words, result
+    from netfold.runs.metrics import result
+    from netfold.train.callbacks.metrics_file import metric_words
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.preflight import preflight

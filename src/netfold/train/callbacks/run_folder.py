@@ -1,14 +1,4 @@
-"""A run's folder: its recipe, its environment, its results.
-
-    RUN/recipe.json        the recipe with all defaults; it can be run again
-    RUN/environment.json   versions, hosts, cores, settings: one entry for each start
-    RUN/metrics.jsonl      steps, evaluations, notes (metrics_file.py)
-    RUN/report.html        the page (report/), and profile.html of RUN/profile
-    RUN/tensorboard, RUN/checkpoints
-
-A run is finished when the last line of metrics.jsonl is "ended" with "done". The next start of the same name continues
-an unfinished run that no process is writing.
-"""
+"""Choose a run's folder, and write its recipe and environment (`netfold.runs` has the folder's files)."""
 
 from __future__ import annotations
 
@@ -27,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from netfold.train.callbacks.metrics_file import is_held, read_metrics
+from netfold.runs import ENVIRONMENT, RECIPE, write_whole
+from netfold.runs.metrics import is_held, read_metrics
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.load import RESOLVED, read_resolved
+from netfold.train.recipe.load import read_resolved
 
-ENVIRONMENT = "environment.json"
 _PACKAGES = ("netfold", "torch", "numpy", "pydantic")
 # Names of settings whose values are secret.
 _SECRET = re.compile("TOKEN|SECRET|KEY|PASSWORD")
@@ -55,7 +45,7 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     if rank == 0:
         try:
             chosen[0] = _choose(recipe, name)
-            write_whole(chosen[0] / RESOLVED, written)
+            write_whole(chosen[0] / RECIPE, written)
             _add_start(chosen[0] / ENVIRONMENT, ranks)
         except OSError as error:
             chosen[1] = f"no folder for the run could be made in {recipe.run.folder} (run.folder): {error}"
@@ -103,13 +93,6 @@ def _goes_on(folder: Path, recipe: Recipe) -> bool:
         return False
     same = before.model == recipe.model and before.data == recipe.data
     return same and not read_metrics(folder).is_finished and not is_held(folder)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or not at all. Raises OSError."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
 
 
 def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
