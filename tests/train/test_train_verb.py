@@ -164,7 +164,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert [start["step"] for start in metrics.starts] == [0, 4] and metrics.is_finished
     assert [step["step"] for step in metrics.steps] == list(range(1, 9))
     starts = json.loads((first / "environment.json").read_text())["starts"]
-    assert [start["command"][3:] for start in starts] == [["train", str(recipe), *(*command[5:], *killed)]] * 2
+    assert [start["command"][4:] for start in starts] == [["train", str(recipe), *(*command[5:], *killed)]] * 2
     # The page can be written again from the folder alone.
     (first / "report.html").unlink()
     again = CliRunner().invoke(app, ["train", "report", str(first)])

@@ -1,4 +1,4 @@
-"""Start a job's ranks on this machine with torchrun's agent, and leave none of them behind.
+"""Start a job's ranks on this machine by torchrun, and leave none of them behind.
 
 Each rank runs this process's own command, and finds by torchrun's variables that it is a rank. The agent restarts all
 ranks when one is lost (`fault_tolerance.restarts`). A signal to this process reaches every rank, which has
@@ -14,9 +14,9 @@ import signal
 import sys
 import uuid
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
 from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_status
@@ -34,12 +34,23 @@ def launch(recipe: Recipe, ranks: int) -> int:
     os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
     # Longer than the grace time, which the ranks enforce themselves.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(recipe.fault_tolerance.grace_s) + 5)
+    arguments = [
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={recipe.fault_tolerance.restarts}",
+        f"--rdzv-id={uuid.uuid4().hex}",
+        "--rdzv-backend=c10d",
+        # A free port. All ranks are on this machine, whose name need not resolve.
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        f"--log-dir={os.devnull}",
+        *("-m", "netfold.cli", *sys.argv[1:]),
+    ]
     try:
         # The agent would report errors that the ranks print themselves.
         logging.disable(logging.NOTSET if "LOGLEVEL" in os.environ else logging.ERROR)
         # Restores the handlers, which the agent does not.
         with unwind_on_signals():
-            elastic_launch(_config(recipe, ranks), sys.executable)("-m", "netfold.cli", *sys.argv[1:])
+            torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         status = job_status()
         if status in (POLICY_STATUS, STOPPED_STATUS):
@@ -52,21 +63,6 @@ def launch(recipe: Recipe, ranks: int) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
-
-
-def _config(recipe: Recipe, ranks: int) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        # A free port. All ranks are on this machine, whose name need not resolve.
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=recipe.fault_tolerance.restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
 
 
 def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:

@@ -104,7 +104,7 @@ def _train(recipe: Recipe, source: Source) -> int:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
             return CANNOT
-        folder = run_folder(recipe, source.file)
+        folder = run_folder(recipe)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()
         if _STATUS in os.environ and job_status() == NOT_BEGUN:

@@ -28,16 +28,15 @@ _SECRET = re.compile("TOKEN|SECRET|KEY|PASSWORD")
 _GIT_TIMEOUT_S = 5.0
 
 
-def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
+def run_folder(recipe: Recipe) -> Path:
     """Choose the folder of a run and write its recipe and environment. The result is the same on every rank.
 
-    file: the recipe's file, which names the run unless `run.name` does; without a file the model does. Collective over
-    the world if there is one: rank 0 chooses. Raises ValueError for a name or recipe that cannot be written,
-    RuntimeError on all ranks if rank 0 cannot write.
+    `run.name` names the run, or else the model. Collective over the world if there is one: rank 0 chooses. Raises
+    ValueError for a name or recipe that cannot be written, RuntimeError on all ranks if rank 0 cannot write.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
-    name, written = run_name(recipe, file), recipe.model_dump_json(indent=1)
+    name, written = run_name(recipe), recipe.model_dump_json(indent=1)
     ranks: list[Any] = [_rank_facts(rank)] * size
     if size > 1:
         dist.all_gather_object(ranks, ranks[0])
@@ -57,9 +56,9 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     return Path(folder)
 
 
-def run_name(recipe: Recipe, file: Path | None = None) -> str:
+def run_name(recipe: Recipe) -> str:
     """Raises ValueError if `run.name` is a path."""
-    name = recipe.run.name or (recipe.model.name.rpartition(":")[2] if file is None else file.stem)
+    name = recipe.run.name or recipe.model.name.rpartition(":")[2]
     if name in ("", ".", "..") or name != Path(name).name:
         raise ValueError(f"run.name is {name!r}, which is not a folder's name: run.folder sets the place of runs")
     return name

@@ -186,7 +186,7 @@ class Run(Section):
     folder: Annotated[Path, Field(strict=False)] = Path("runs")
     """The folder in which each run makes its own."""
     name: str | None = None
-    """Without it: the recipe's file name."""
+    """Without it: the name of the recipe's file, or of the model."""
     resume: Literal["auto", "changed", "never"] = "auto"
     """auto: an unfinished run of this name continues from its checkpoint. changed: also if optimizer, schedule, length
     or batch have changed, which auto refuses."""
