@@ -52,7 +52,7 @@ def run(
     a policy of [fault_tolerance] ended the run. 75: the run was asked to stop (SIGTERM); nothing is lost, and the same
     command continues the run.
     """
-    _need_packages()
+    need("netfold train", ("torch", "pydantic"), "train")
 
     from netfold.bootstrap.launchers import is_launched
     from netfold.train.fault_tolerance.stop import unwind_on_signals
@@ -118,7 +118,3 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
 
         del checked
         raise typer.Exit(launch(asked, ranks))
-
-
-def _need_packages() -> None:
-    need("netfold train", ("torch", "pydantic"), "train")
