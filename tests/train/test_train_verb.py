@@ -66,10 +66,18 @@ def environment(tmp_path: Path, **variables: str) -> dict[str, str]:
     return {**kept, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **variables}
 
 
-def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+def start(command: Sequence[str], env: dict[str, str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, env=env, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        command, env=env, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin
     )
+
+
+def pipe_of(text: str) -> int:
+    """The reading end of a pipe, from which the text can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    return reader
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
@@ -132,10 +140,12 @@ def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout
 @pytest.mark.jobs
 def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
-    command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
+    chosen = settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false", run__name="line")
+    command = [*VERB, str(recipe), *chosen]
     # A rank is killed when it reads the batch of step 6, in step 5: all ranks restart, and resume after step 4.
     killed = settings(data__dies_at=55, training__steps=8, report__tensorboard="true", report__profile="true")
-    status, out, err = ended(start([*command, *killed], env))
+    # Ranks and restarts use the recipe as the command has read it: a pipe can be read once.
+    status, out, err = ended(start([*VERB, "/dev/stdin", *chosen, *killed], env, pipe_of(recipe.read_text())))
     assert status == 0, err
     # Only rank 0 prints the result, and the interrupted attempt printed none.
     (line,) = [each for each in out.splitlines() if " than 1 (the mean)" in each]
@@ -164,7 +174,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert [start["step"] for start in metrics.starts] == [0, 4] and metrics.is_finished
     assert [step["step"] for step in metrics.steps] == list(range(1, 9))
     starts = json.loads((first / "environment.json").read_text())["starts"]
-    assert [start["command"][4:] for start in starts] == [["train", str(recipe), *(*command[5:], *killed)]] * 2
+    assert [start["command"][4:] for start in starts] == [["train", "/dev/stdin", *chosen, *killed]] * 2
     # The page can be written again from the folder alone.
     (first / "report.html").unlink()
     again = CliRunner().invoke(app, ["train", "report", str(first)])
@@ -332,5 +342,5 @@ def test_errors_are_reported_before_a_rank_starts(
     result = run.invoke(app, ["train", str(recipe), "--explain", "--ranks", "4"])
     assert result.exit_code == 0 and "4 ranks = pipeline 1 x data 4 x tensor 1" in result.stdout and started == []
     result = run.invoke(app, ["train", str(recipe), "--ranks", "4"])
-    ((_, ranks),) = started
+    ((_, _, ranks),) = started
     assert result.exit_code == 0 and ranks == 4

@@ -73,6 +73,7 @@ def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: run
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
+    from netfold.train.rank import shared_job
     from netfold.train.recipe.errors import RecipeError, Source
     from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked, split
@@ -85,7 +86,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
         place = placement() if is_launched() else None
         if place is not None and ranks_here not in (None, place.size):
             raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
-        asked, source = load(recipe, settings)
+        asked, source = shared_job() or load(recipe, settings)
         ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
         if place is None or explain:
             from netfold.dry_run.validate import validate_recipe
@@ -117,4 +118,4 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
         from netfold.train.launch import launch
 
         del checked
-        raise typer.Exit(launch(asked, ranks))
+        raise typer.Exit(launch(asked, source, ranks))

@@ -19,18 +19,19 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
-from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_status
+from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_job
 from netfold.train.recipe import Recipe
+from netfold.train.recipe.errors import Source
 
 
-def launch(recipe: Recipe, ranks: int) -> int:
-    """Run `python -m netfold.cli`, with this process's arguments, as `ranks` processes of this machine.
+def launch(recipe: Recipe, source: Source, ranks: int) -> int:
+    """Run `python -m netfold.cli` with this process's arguments, which name `recipe`, as `ranks` processes here.
 
-    recipe: the one that these arguments name. Returns the exit status, 128 + n after signal n. STOPPED_STATUS: the
-    ranks were asked to stop, and have written a checkpoint or had not begun to train. POLICY_STATUS: a policy of the
-    recipe ended the run. Ranks print their own errors; this process prints only which rank failed first, or was killed.
+    Returns the exit status, 128 + n after signal n. STOPPED_STATUS: the ranks were asked to stop, and have written a
+    checkpoint or had not begun to train. POLICY_STATUS: a policy of the recipe ended the run. Ranks print their own
+    errors; this process prints only which rank failed first, or was killed.
     """
-    share_status()
+    share_job(recipe, source)
     os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
     # Longer than the grace time, which the ranks enforce themselves.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(recipe.fault_tolerance.grace_s) + 5)

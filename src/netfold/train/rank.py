@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import time
@@ -33,8 +34,8 @@ NOT_BEGUN, BEGUN = 0, 255
 # Errors that a restart may avoid: a peer or a machine failed. A wrong shape or a missing key would occur again.
 _TRANSIENT = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
-# Names the byte of `share_status`.
-_STATUS = "_NETFOLD_TRAIN_STATUS"
+# The path of `share_job`.
+_JOB = "_NETFOLD_TRAIN_JOB"
 
 
 def train(recipe: Recipe, source: Source) -> int:
@@ -44,9 +45,8 @@ def train(recipe: Recipe, source: Source) -> int:
     recipe ended the run; STOPPED_STATUS if the job was asked to stop, and has. An error is one sentence on stderr, with
     the rank, the step, and the place in `source` of a key that it names. torchrun's error file, if any, has the error.
     """
-    if _STATUS not in os.environ:
+    if _JOB not in os.environ:
         return _train(recipe, source)
-    _leave_with_the_starter()
     if job_status() in FINAL:
         return job_status()
     # Replaces the mark of an earlier start; no rank of this one begins before all have joined.
@@ -57,23 +57,36 @@ def train(recipe: Recipe, source: Source) -> int:
     return status
 
 
-def share_status() -> None:
-    """Make the status of a job whose ranks this process will start: one byte, BEGUN, NOT_BEGUN or one of FINAL.
+def share_job(recipe: Recipe, source: Source) -> None:
+    """Make the job whose ranks this process will start: its status, and the recipe as this process has read it.
 
-    It is in this process's memory, and the ranks open it in /proc. So nothing is left when this process ends in any
-    way.
+    The status is one byte, BEGUN, NOT_BEGUN or one of FINAL. The job is in this process's memory, and the ranks open it
+    in /proc. So nothing is left when this process ends in any way.
     """
-    os.environ[_STATUS] = f"/proc/{os.getpid()}/fd/{os.memfd_create('netfold-train')}"
-    set_job_status(NOT_BEGUN)
+    job = os.memfd_create("netfold-train")
+    os.write(job, bytes((NOT_BEGUN,)) + pickle.dumps((recipe, source)))
+    os.environ[_JOB] = f"/proc/{os.getpid()}/fd/{job}"
+
+
+def shared_job() -> tuple[Recipe, Source] | None:
+    """The recipe of the job that this process is a rank of; None under another launcher.
+
+    The recipe's file may have changed since the job began. From now on this process ends with the job's starter.
+    """
+    if _JOB not in os.environ:
+        return None
+    _leave_with_the_starter()
+    job: tuple[Recipe, Source] = pickle.loads(Path(os.environ[_JOB]).read_bytes()[1:])
+    return job
 
 
 def job_status() -> int:
-    return Path(os.environ[_STATUS]).read_bytes()[0]
+    return Path(os.environ[_JOB]).read_bytes()[0]
 
 
 def set_job_status(status: int) -> None:
     """Does nothing if the starter is gone, whose end also ends this process."""
-    with contextlib.suppress(FileNotFoundError), open(os.environ[_STATUS], "r+b") as file:
+    with contextlib.suppress(FileNotFoundError), open(os.environ[_JOB], "r+b") as file:
         file.write(bytes((status,)))
 
 
@@ -107,7 +120,7 @@ def _train(recipe: Recipe, source: Source) -> int:
         folder = run_folder(recipe)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()
-        if _STATUS in os.environ and job_status() == NOT_BEGUN:
+        if _JOB in os.environ and job_status() == NOT_BEGUN:
             # From now on SIGTERM requests a stop after a step.
             set_job_status(BEGUN)
         outcome = trainer.fit()
@@ -139,9 +152,9 @@ def _train(recipe: Recipe, source: Source) -> int:
 
 
 def _leave_with_the_starter() -> None:
-    """Send SIGTERM to this process when its parent ends in any way, which is the process of `share_status`."""
+    """Send SIGTERM to this process when its parent ends in any way, which is the job's starter."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if not os.environ[_STATUS].startswith(f"/proc/{os.getppid()}/"):
+    if not os.environ[_JOB].startswith(f"/proc/{os.getppid()}/"):
         sys.exit("netfold train: a rank leaves before it has begun: the process that started it is gone")
 
 
