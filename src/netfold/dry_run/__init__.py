@@ -1,4 +1,4 @@
-"""What a recipe or a torch module would do, from one pass of fake tensors, which have a shape and no memory.
+"""Run a recipe's or a torch module's pass on fake tensors, which have a shape and no memory, and report what it does.
 
     recipe    `validate` makes its model and data, and finds what does not fit. `explain` plans it: `layers` measures
               layers, `traffic` counts the messages of a step, `render` prints the plan.

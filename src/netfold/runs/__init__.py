@@ -8,7 +8,7 @@
 
 A run is finished when the last line of metrics.jsonl is "ended" with "done". The next start of the same name continues
 an unfinished run that no process is writing.
-May use: page, profile, plan. Needs neither torch nor pydantic. Only train and cli import it.
+May use: page, profile, plan. Needs no torch. Only train and cli import it.
 Invariant: it changes nothing but the page.
 Tests: `pytest tests/train/test_report_page.py tests/train/test_metrics_file.py`.
 """
