@@ -289,6 +289,13 @@ def test_a_model_that_cannot_be_traced_is_an_error(what: str, inputs: tuple[str,
         trace(what, *inputs)
 
 
+def test_an_option_may_be_a_list() -> None:
+    traced = trace("linear-stack:widths=[8,6,4]", "4x8")
+    assert traced.parameters == 8 * 6 + 6 + 6 * 4 + 4
+    made = parse_module("dlrm:rows=[5,7],numbers=3,top=[4]")
+    assert made.keywords["rows"] == [5, 7] and made.keywords["top"] == [4]  # type: ignore[attr-defined]
+
+
 def plan(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *arguments])
     return result.exit_code, " ".join(result.output.split())
