@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from netfold.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold.plan.model import Pass
 from netfold.train.data.examples import Batch
 from netfold.train.models.model import Chain, Model
@@ -26,7 +27,6 @@ from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics
 from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along
-from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]
 _NOTHING = Pass()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from netfold.dry_run.layers import Layer
 from netfold.plan.shared_rules import bucket_ends
-from netfold.train.explain.layers import Layer
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold.train.parallel.data_parallel import BUCKET_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES
