@@ -22,6 +22,7 @@ EXTRAS = {
     "pandas": "train",
     "pyarrow": "train",
     "pydantic": "train",
+    "safetensors": "train",
     "skimage": "train",
     "tensorboard": "train",
     "tomli": "plan",
