@@ -154,7 +154,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A damaged checkpoint, for each kind of damage and each policy."""
     from surviving import Recorder, run
 
-    from netfold.train.checkpoint.recovery import CheckpointError
+    from netfold.train.checkpoint.state import CheckpointError
 
     def cut(path: Path) -> None:
         os.truncate(path / "__0_0.distcp", 100)
@@ -282,7 +282,7 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from surviving import Recorder, run
 
     from netfold.train.checkpoint import atomic
-    from netfold.train.checkpoint.recovery import CheckpointError
+    from netfold.train.checkpoint.state import CheckpointError
 
     found: dict[str, Any] = {}
     for policy in ("warn", "stop"):
@@ -637,10 +637,10 @@ def test_a_damaged_checkpoint_is_noted_and_the_previous_one_is_loaded() -> None:
 
 def test_a_checkpoint_of_another_job_is_an_error() -> None:
     for more, optimizer, never, _, less in FOUND[other_model]:
-        assert "it has model.layers.first.norm.bias, which the model lacks" in more
+        assert "the model lacks buffer.layers.first.norm" in more and "model.layers.first.norm.bias;" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
         assert "run.resume is 'never'" in never
-        assert "it has no model.layers.first.norm.weight" in less
+        assert "it lacks model.layers.first.norm.weight" in less
 
 
 def test_a_recipe_with_rewind_needs_checkpoints() -> None:

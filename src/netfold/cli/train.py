@@ -1,4 +1,7 @@
-"""`netfold train RECIPE`: a training job from one file. `netfold train report FOLDER`: its page again."""
+"""`netfold train RECIPE`: a training job from one file. `netfold train report FOLDER`: its page again.
+
+`netfold train export FOLDER OUT`: its weights as safetensors.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, print_problems
 from netfold.extras import need
+from netfold.units import plural
 
 if TYPE_CHECKING:
     from netfold.bootstrap.launchers import Placement
@@ -28,7 +32,8 @@ class _TrainGroup(DefaultCommandGroup):
 
 app = typer.Typer(
     cls=_TrainGroup,
-    help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again.",
+    help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again, "
+    "`netfold train export FOLDER OUT` writes its weights.",
     no_args_is_help=True,
 )
 
@@ -69,6 +74,31 @@ def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: run
 
     with exit_on("train report", ValueError, OSError):
         typer.echo(write_report(folder))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, runs/edsr, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    dtype: Annotated[
+        Literal["f32", "bf16", "f16"] | None, typer.Option(help="The type of the weights.", show_default="as saved")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averages of the weights (EMA) instead of the weights.")
+    ] = False,
+) -> None:
+    """Write the weights of a run's newest complete checkpoint as safetensors, beside the recipe. Starts no ranks.
+
+    Exit code 2 if there is no complete checkpoint, or the folder exists.
+    """
+    _need_packages()
+    from netfold.train.checkpoint.export import export as write
+    from netfold.train.parallel.precision import DTYPES
+
+    with exit_on("train export", ValueError, OSError):
+        done = write(run, out, None if dtype is None else DTYPES[dtype], ema=ema)
+        files = plural(done.files, "file")
+        typer.echo(f"{out}: {done.tensors} tensors of step {done.step}, {done.size_bytes / 1e6:.1f} MB in {files}")
 
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from netfold.plan.words import suggest
+from netfold.train.checkpoint.initial import check_initial
+from netfold.train.checkpoint.state import model_tensors
 from netfold.train.data import DATASETS, make_data
 from netfold.train.data.examples import BadExampleError, Batch, Data
 from netfold.train.models import MODELS, make_model
@@ -61,6 +63,9 @@ def validate_recipe(recipe: Recipe, ranks: int) -> ValidatedRecipe:
     example = None
     if data is not None:
         example = problems.collect(f"{data_is} cannot give an example: ", lambda: _example(recipe, data))
+    if model is not None and recipe.training.initial is not None:
+        tensors = model_tensors([model.module], dict(model.module.named_parameters()))
+        problems.collect("", lambda: check_initial(recipe.training, tensors))
     for check in _parallelism(recipe, model) if model is not None else ():
         problems.collect("", check)
     if model is not None and data is not None and example is not None:

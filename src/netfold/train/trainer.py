@@ -20,7 +20,9 @@ from torch import Tensor
 
 from netfold.profile.live import LiveOverlap
 from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
+from netfold.train.checkpoint.initial import load_initial
 from netfold.train.checkpoint.recovery import Recovery
+from netfold.train.checkpoint.state import model_tensors
 from netfold.train.data import make_data
 from netfold.train.data.examples import Batch, Data, Panel
 from netfold.train.data.sampler import Prefetcher, sample_seed
@@ -200,8 +202,12 @@ class Trainer:
         return Outcome(self.step, tuple(losses), values.get(self.data.metric.name, math.nan), reason)
 
     def _begin(self) -> None:
+        position = self.recovery.begin() if self.recovery is not None else None
+        if position is None and self.recipe.training.initial is not None:
+            tensors = model_tensors(self.replica.modules, dict(self.replica.named_parameters()))
+            self._note("info", load_initial(self.recipe.training, tensors))
+            self.update.load_state_dict({})
         if self.recovery is not None:
-            position = self.recovery.begin()
             if position is not None:
                 self.step, self.samples = position.step, position.samples
             every = self.recipe.checkpoint_every(self.steps)

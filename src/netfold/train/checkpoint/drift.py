@@ -8,13 +8,11 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import axes, local
 
 
@@ -37,8 +35,7 @@ def check_replicated(parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: i
         for name, each in parameters.items()
         if ranks_of(mesh.tensor.group) not in map(ranks_of, axes(each))
     }
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (own, socket.gethostname()))
+    found = gather((own, socket.gethostname()))
     parts = []
     for ranks in mesh.ranks.reshape(-1, mesh.tensor.size).tolist():
         unlike = [name for name in found[ranks[0]][0] if len({found[rank][0][name] for rank in ranks}) > 1]

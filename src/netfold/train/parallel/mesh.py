@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from netfold.train.parallel.device import CPU
 from netfold.train.recipe import Parallel
 
 AXES = ("pipeline", "data", "tensor")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,15 @@ class Mesh:
 
 def _axis(name: str, mesh: DeviceMesh) -> Axis:
     return Axis(name, mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's object, in the order of ranks. Collective over the group, by default the world if there is one."""
+    if not dist.is_initialized():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def own_group(ranks: Sequence[list[int]]) -> dist.ProcessGroup:

@@ -66,6 +66,11 @@ class Training(Section):
     evaluate_every: PositiveInt | None = None
     """Steps between evaluations of the held-out examples. Without it there is one evaluation, at the end."""
     seed: int = 0
+    initial: Annotated[Path, Field(strict=False)] | None = None
+    """First weights: of a run's folder (its newest checkpoint), or of a file or folder of safetensors. A run that
+    continues from its own checkpoint does not read them."""
+    initial_except: list[str] = []
+    """Beginnings of names that `initial` leaves out, such as a new head: those weights are random."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Training:
