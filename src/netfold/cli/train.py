@@ -91,7 +91,7 @@ def export(
 
     Exit code 2 if there is no complete checkpoint, or the folder exists.
     """
-    _need_packages()
+    need("netfold train export", ("torch", "pydantic", "safetensors"), "train")
     from netfold.train.checkpoint.export import export as write
     from netfold.train.parallel.precision import DTYPES
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from netfold.train.parallel.mesh import Mesh, gather

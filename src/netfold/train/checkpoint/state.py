@@ -3,8 +3,9 @@
     model.<parameter>      <kind>.<parameter>.<key>, the kinds of `OptimizerStep.states`: "optimizer", ...
     buffer.<buffer>
 
-A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place. A rank saves the tensors that it holds, and loads the same in place; torch.distributed.checkpoint moves
-parts between any two splits.
+A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place. A rank
+saves the tensors that it holds, and loads the same in place; torch.distributed.checkpoint moves parts between any two
+splits.
 
 torch's get_state_dict (2.13) does not serve here. get_optimizer_state_dict takes one module, but a pipeline's rank has
 several stages and one optimizer. It steps an optimizer without state: Adam would count a step that was not made, and
