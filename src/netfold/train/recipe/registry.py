@@ -35,7 +35,7 @@ def factory(asked: Factory, known: Mapping[str, str], kind: str) -> functools.pa
     annotated = [each.replace(annotation=bound.__annotations__[name]) for name, each in parameters.items()]
     bound.__signature__ = inspect.Signature(annotated)  # type: ignore[attr-defined]
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-    adapter: TypeAdapter[functools.partial[Any]] = TypeAdapter(bound, config=config)
+    adapter: TypeAdapter[functools.partial[Any]] = TypeAdapter(bound, config=config)  # type: ignore[arg-type]
     try:
         try:
             # Validated as JSON, a list may become a tuple and text a path, but no other type is converted.
