@@ -95,7 +95,7 @@ class Trainer:
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
-        self.optimizer = make_optimizer(self.replica, recipe, self.mesh, without_decay)
+        self.optimizer = make_optimizer(self.replica, recipe, without_decay)
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
         self._island = self.update.island
         self._round: list[StepVote] = []
@@ -328,11 +328,12 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
         share = self.batch // self.mesh.data.size
-        values = evaluate(self.replica, self.model, self.data, self.mesh, share)
-        seconds = time.perf_counter() - began_s
         panels: Sequence[Panel] = ()
-        if self.step == self.steps and self.data.pictures is not None:
-            panels = render(self.replica, self.data.pictures, self.mesh, share)
+        with self.update.averages_in_place():
+            values = evaluate(self.replica, self.model, self.data, self.mesh, share)
+            seconds = time.perf_counter() - began_s
+            if self.step == self.steps and self.data.pictures is not None:
+                panels = render(self.replica, self.data.pictures, self.mesh, share)
         self._notify(Evaluated(self.step, values, seconds, panels))
         return values
 

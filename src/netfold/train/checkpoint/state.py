@@ -3,8 +3,8 @@
     model.<parameter>      <kind>.<parameter>.<key>, the kinds of `OptimizerStep.states`: "optimizer", ...
     buffer.<buffer>
 
-A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place
-(`as_shard`). A rank saves the tensors that it holds, and loads the same.
+A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place. A rank
+saves the tensors that it holds, and loads the same.
 
 torch's get_state_dict does not fit: it knows neither the stages of a pipeline nor `OptimizerStep`.
 """
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.models.model import Replica
 from netfold.train.optim.step import States
-from netfold.train.parallel.shards import as_shard
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -33,7 +32,7 @@ def collect_state(replica: Replica, parameters: Parameters, states: States, buff
     between data-parallel ranks, so one of them saves its own. Raises TypeError if the optimizer keeps anything but
     tensors for a parameter.
     """
-    tensors = {f"model.{name}": as_shard(each, each.detach()) for name, each in parameters.items()}
+    tensors = {f"model.{name}": each.detach() for name, each in parameters.items()}
     for module in replica.modules if buffers else ():
         persistent = module.state_dict()
         tensors |= {f"buffer.{name}": each for name, each in module.named_buffers() if name in persistent}
@@ -47,9 +46,7 @@ def collect_state(replica: Replica, parameters: Parameters, states: States, buff
                     raise TypeError(
                         f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor"
                     )
-                # A tensor of another shape (a count) is whole.
-                part = as_shard(parameter, value) if value.shape == parameter.shape else value
-                tensors[f"{kind}.{name}.{key}"] = part
+                tensors[f"{kind}.{name}.{key}"] = value
     return tensors
 
 
@@ -71,6 +68,6 @@ def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, st
 
 def _empty(parameter: Tensor, meta: TensorStorageMetadata) -> Tensor:
     """A tensor of this rank's shape if the saved one has the shape of the whole parameter, else of the saved shape."""
-    if meta.size == as_shard(parameter, parameter.detach()).shape:
+    if meta.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
     return torch.empty(meta.size, dtype=meta.properties.dtype)
