@@ -34,6 +34,14 @@ OURS: list[dict[str, Any]] = [
     {"name": "linear-stack", "widths": [8, 16, 3]},
     {"name": "resnet18", "stem": "small"},
 ]
+CONFIGS: dict[str, Callable[[Any], Any]] = {
+    "gpt2": lambda transformers: transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=90, bos_token_id=1, eos_token_id=2
+    ),
+    "llama": lambda transformers: transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=24, vocab_size=90
+    ),
+}
 
 
 def model(module: nn.Module) -> Model:
@@ -154,21 +162,26 @@ def test_an_lstm_computes_with_its_new_weights() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_transformers_models_get_the_values_of_their_factories(kind: str, dtype: torch.dtype) -> None:
     transformers = pytest.importorskip("transformers")
-    configs = {
-        "gpt2": lambda: transformers.GPT2Config(
-            n_layer=2, n_embd=16, n_head=2, vocab_size=90, bos_token_id=1, eos_token_id=2
-        ),
-        "llama": lambda: transformers.LlamaConfig(
-            num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=24, vocab_size=90
-        ),
-    }
     found = check_equal_to_the_factory(
-        lambda: model(transformers.AutoModelForCausalLM.from_config(configs[kind](), dtype=dtype))
+        lambda: model(transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](transformers), dtype=dtype))
     ).module
     assert next(found.parameters()).dtype == dtype
     assert (found.lm_head.weight is found.get_input_embeddings().weight) == (kind == "gpt2")
     tokens = torch.arange(6)[None]
     assert math.isfinite(float(found(tokens, labels=tokens).loss.detach()))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_weights_of_a_folder_of_transformers_are_kept(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](transformers))
+    saved.save_pretrained(tmp_path)
+    found, deferred = record(lambda: make_model(Factory(name=f"hf:{tmp_path}")), 0)
+    assert "uses the meta device" in deferred.note
+    loaded = state(found.module)
+    assert not any(value.is_meta for value in loaded.values())
+    assert all(torch.equal(loaded[name], value) for name, value in state(saved).items())
+    assert set(loaded) == set(state(saved))
 
 
 def test_a_value_depends_on_the_seed_and_the_name_alone() -> None:
@@ -351,8 +364,9 @@ def check_parts(found: Model, deferred: Deferred) -> None:
         whole = deferred.value(name)
         if isinstance(value, DTensor):
             kept = value.to_local()
-            # FSDP2 fills the last rank's rows up to the number of the others'.
-            assert value.shape == whole.shape and kept.untyped_storage().nbytes() <= -(-whole.shape[0] // 4) * 32
+            assert value.shape == whole.shape
+            # A part's memory is not the whole's. FSDP2 fills the last rank's rows up to the number of the others'.
+            assert kept.untyped_storage().nbytes() <= whole.nbytes // 2
             assert torch.equal(kept, _cut(whole, value.device_mesh, value.placements)), name
         else:
             assert torch.equal(value, whole), name

@@ -18,11 +18,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
@@ -96,6 +97,8 @@ class Deferred:
         """The seed of each random operation."""
         self._shared: frozenset[int] = frozenset()
         """Storages of several parameters or buffers that are not one tensor."""
+        self.made: dict[Tensor, Tensor] = {}
+        """The tensors with values in place of those without, by `materialise`."""
 
     def value(self, name: str, kept: dict[int, torch.UntypedStorage] | None = None) -> Tensor:
         """The initial value of a parameter or buffer of the whole model, on the CPU; a new tensor.
@@ -176,9 +179,14 @@ class Deferred:
     def _bytes(self, place: _Place) -> int:
         return self._storages[place.storage].nbytes()
 
+    def refuse(self, reason: str) -> NoReturn:
+        """Give up recording, also if the factory handles the error."""
+        self.note = reason
+        raise NeedsValuesError(reason)
+
     def _place(self, tensor: Tensor) -> _Place:
         if tensor.is_conj() or tensor.is_neg():
-            raise NeedsValuesError("a lazily conjugated tensor")
+            self.refuse("a lazily conjugated tensor")
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
         return _Place(storage._cdata, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -192,7 +200,7 @@ class Deferred:
         makes = {each.storage for each in outputs if each.storage not in self._writes}
         writes = makes.union(each.storage for each in written)
         if any(each not in self._writes for each in taken):
-            raise NeedsValuesError(f"{_name(function)} takes a tensor of unknown values")
+            self.refuse(f"{_name(function)} takes a tensor of unknown values")
         if not writes:
             return
         overwrites = None
@@ -213,7 +221,7 @@ class Deferred:
         """The present value of a tensor, if no random numbers are in it."""
         place = self._place(tensor)
         if any(self._operations[number].random for number in self._needed(place.storage)):
-            raise NeedsValuesError("the factory reads a random value")
+            self.refuse("it reads a random value")
         return self._view(place, self._compute(place.storage))
 
     def _finish(self, module: nn.Module) -> None:
@@ -222,7 +230,7 @@ class Deferred:
         self._places = {name: self._place(each) for name, each in tensors.items()}
         for name, place in self._places.items():
             if place.storage not in self._writes:
-                raise NeedsValuesError(f"{name} has unknown values")
+                self.refuse(f"{name} has unknown values")
         distinct = {id(each): self._places[name].storage for name, each in tensors.items()}
         self._shared = frozenset(each for each, count in Counter(distinct.values()).items() if count > 1)
         # An unnamed tensor's random numbers belong to the first name whose values depend on it.
@@ -248,7 +256,8 @@ def record(make: Callable[[], Model], seed: int) -> tuple[Model, Deferred]:
 
     If a factory needs values of tensors while it runs (it reads random numbers, loads a file, or has its own
     random generator), the model is made for real, with torch's generator seeded with `seed`; `Deferred.note` says why.
-    Also then, if tensors are held outside of parameters and buffers. torch's random generator does not change.
+    Also then, if it uses the meta device, or if tensors are held outside of parameters and buffers. torch's random
+    generator does not change.
     """
     deferred = Deferred(seed)
     with torch.random.fork_rng(devices=[]):
@@ -256,12 +265,16 @@ def record(make: Callable[[], Model], seed: int) -> tuple[Model, Deferred]:
         try:
             with _recording(deferred):
                 model = make()
+            if deferred.note:
+                raise NeedsValuesError(deferred.note)
             deferred._finish(model.module)
             _refuse_hidden(model.module, deferred)
             return model, deferred
         except Exception as error:
             # If the factory itself is wrong, making the model for real raises the clearer error.
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = str(error).partition("\n")[0]
+            if not isinstance(error, NeedsValuesError):
+                reason = f"{type(error).__name__}: {reason}"
         deferred = Deferred(seed)
         deferred.note = f"every rank makes the whole model first, because its factory cannot be recorded ({reason})"
         torch.default_generator.manual_seed(seed)
@@ -272,18 +285,21 @@ def record(make: Callable[[], Model], seed: int) -> tuple[Model, Deferred]:
 def materialise(module: nn.Module, deferred: Deferred, device: torch.device = _CPU, prefix: str = "") -> None:
     """Give this rank's parts of parameters and buffers on the meta device their initial values, on `device`.
 
-    module: of `record`, or a part of it under `prefix`; cut or not (DTensors, `plain_part`). Tied weights stay tied.
-    Tensors that have values are moved to `device`. Memory: this rank's share, and one whole tensor on the CPU. No
-    communication. Raises ValueError for a tensor on the meta device that the recorded factory did not make.
+    module: of `record`, or a part of it under `prefix`; cut (DTensors) or not. Tied weights stay tied, also if several
+    calls give values to them. Memory: this rank's share, and one whole tensor on the CPU. No communication. Raises
+    ValueError for a tensor on the meta device that the recorded factory did not make.
     """
-    _fill(module, deferred, device, prefix)
-    module.to(device)
+    _fill(module, deferred, device, prefix, deferred.made)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Tell FSDP2 that its parameters are others.
+            part._apply(lambda tensor: tensor, recurse=False)
 
 
 @contextlib.contextmanager
 def materialised(module: nn.Module, deferred: Deferred, device: torch.device, prefix: str) -> Iterator[None]:
     """Inside, `module` has its initial values, as `materialise` gives them; afterwards it has no memory again."""
-    filled = _fill(module, deferred, device, prefix)
+    filled = _fill(module, deferred, device, prefix, {})
     try:
         yield
     finally:
@@ -292,11 +308,10 @@ def materialised(module: nn.Module, deferred: Deferred, device: torch.device, pr
 
 
 def _fill(
-    module: nn.Module, deferred: Deferred, device: torch.device, prefix: str
+    module: nn.Module, deferred: Deferred, device: torch.device, prefix: str, made: dict[Tensor, Tensor]
 ) -> list[tuple[nn.Module, str, Tensor]]:
     """Returns the replaced tensors and their places."""
     filled = []
-    made: dict[Tensor, Tensor] = {}
     kept: dict[int, torch.UntypedStorage] = {}
     for path, part in module.named_modules(prefix=prefix.rstrip(".")):
         for name, before in [*part._parameters.items(), *part._buffers.items()]:
@@ -314,26 +329,24 @@ def _part(
     name: str, before: Tensor, deferred: Deferred, device: torch.device, kept: dict[int, torch.UntypedStorage]
 ) -> Tensor:
     """The initial value of this rank's part of a tensor."""
-    spec = getattr(before, "_spec", None)
     if name in deferred._places:
         part = deferred.value(name, kept)
     elif before.numel() == 0:
         part = torch.empty(before.shape, dtype=before.dtype)
     else:
         raise ValueError(f"{name} is on the meta device, and the model's factory did not make it: give it a value")
-    if spec is not None:
-        shape, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-        part = part[tuple(slice(first, first + count) for first, count in zip(offsets, shape, strict=True))].clone()
-    part = part.to(device)
     if isinstance(before, DTensor):
-        part = DTensor.from_local(
-            part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+        shape, offsets = compute_local_shape_and_global_offset(part.shape, before.device_mesh, before.placements)
+        own = part[tuple(slice(first, first + count) for first, count in zip(offsets, shape, strict=True))].clone()
+        place = before.device_mesh, before.placements
+        part = DTensor.from_local(own.to(device), *place, run_check=False, shape=before.shape, stride=before.stride())
+    else:
+        part = part.to(device)
     if not isinstance(before, nn.Parameter):
         return part
     parameter = nn.Parameter(part, before.requires_grad)
     if not isinstance(before, DTensor):
-        # Marks of the factory, and the place of a `plain_part`.
+        # Marks that the factory has set.
         vars(parameter).update(vars(before))
     return parameter
 
@@ -345,7 +358,7 @@ def _recording(deferred: Deferred) -> Iterator[None]:
     def trunc_normal(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         # Its loop reads random values, so it is one operation.
         if generator is not None:
-            raise NeedsValuesError("an own random generator")
+            deferred.refuse("it has an own random generator")
         place = deferred._place(tensor)
         deferred._record(truncated, (place, *args), {}, [place], tensor, random=True)
         return tensor
@@ -382,6 +395,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if "device" in kwargs and torch.device(kwargs["device"] or _CPU) == _META:
+            # As transformers' from_pretrained, which then loads a file.
+            self._deferred.refuse("it uses the meta device itself")
         if func is torch.ops.aten.set_.source_Tensor:
             return func(*args, **kwargs)
         values = [*args, *(kwargs.get(each.name) for each in func._schema.arguments[len(args) :])]
@@ -393,7 +409,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor)
         ]
         if not all(each.is_meta for each in written):
-            raise NeedsValuesError(f"{_name(func)} changes a tensor from outside the factory")
+            self._deferred.refuse(f"{_name(func)} changes a tensor from outside the factory")
         places = [self._deferred._place(each) for each in written]
         # Before the call, which may change the shape of its argument.
         recorded = tree_map(self._recorded, (args, kwargs))
@@ -408,7 +424,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _recorded(self, each: Any) -> Any:
         if isinstance(each, torch.Generator):
-            raise NeedsValuesError("an own random generator")
+            self._deferred.refuse("it has an own random generator")
         if not isinstance(each, Tensor):
             return each
         return self._deferred._place(each) if each.is_meta else each.clone()
@@ -441,9 +457,7 @@ def _refuse_hidden(module: nn.Module, deferred: Deferred) -> None:
     if hidden():
         gc.collect()
         if found := hidden():
-            raise NeedsValuesError(
-                f"a tensor of shape {list(found[0].shape)} is held outside of parameters and buffers"
-            )
+            deferred.refuse(f"a tensor of shape {list(found[0].shape)} is held outside of parameters and buffers")
 
 
 def _name(function: Callable[..., Any]) -> str:
