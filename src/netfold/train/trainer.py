@@ -209,9 +209,11 @@ class Trainer:
 
     def _begin(self) -> None:
         position = self.recovery.begin() if self.recovery is not None else None
-        if position is None and self.recipe.training.initial is not None:
+        initial = self.recipe.training.initial
+        weights = self.model.weights if initial is None else None
+        if position is None and (initial or weights) is not None:
             tensors = model_tensors(self.replica.modules, dict(self.replica.named_parameters()))
-            self._note("info", load_initial(self.recipe.training, tensors))
+            self._note("info", load_initial(self.recipe.training, tensors, weights))
             self.update.load_state_dict({})
         if self.recovery is not None:
             if position is not None:
