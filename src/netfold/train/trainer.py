@@ -26,7 +26,7 @@ from netfold.train.checkpoint.state import model_tensors
 from netfold.train.data import make_data
 from netfold.train.data.examples import Batch, Data, Panel
 from netfold.train.data.sampler import Prefetcher, sample_seed
-from netfold.train.evaluate import evaluate, render
+from netfold.train.evaluate import evaluate, predict, render
 from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
 from netfold.train.fault_tolerance.policies import (
     NonFinite,
@@ -173,6 +173,20 @@ class Trainer:
                 self.recovery.leave()
         self._notify(Ended(self.step, outcome.reason, time.perf_counter() - began_s))
         return outcome
+
+    def evaluate(self, predictions: Path | None = None) -> dict[str, float]:
+        """The metric and the loss of the newest checkpoint in the run's folder, on the held-out examples.
+
+        predictions: an existing folder that gets the model's outputs (`predict`). Collective over the world. Raises
+        ValueError without a checkpoint.
+        """
+        if self.recovery is None or self.recovery.begin() is None:
+            raise ValueError("there is no checkpoint to evaluate in the run's folder")
+        share = self.batch // self.mesh.data.size
+        with self.update.averages_in_place():
+            if predictions is not None:
+                predict(self.replica, self.data, self.mesh, share, predictions)
+            return evaluate(self.replica, self.model, self.data, self.mesh, share)
 
     def _train(self) -> Outcome:
         training, data = self.recipe.training, self.mesh.data
