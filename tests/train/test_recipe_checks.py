@@ -64,8 +64,10 @@ def said(ranks: int = 1, **sections: dict[str, Any]) -> list[str]:
             "loss; it must return netfold.train.Model(module, loss)",
         ),
         (
-            {"name": "own_parts:many_losses"},
-            "model.name 'own_parts:many_losses' has a loss of shape [2]; it must return the mean, one number",
+            {"name": "own_parts:one_loss"},
+            "model.name 'own_parts:one_loss' does not fit data.name 'own_parts:numbers': the model's loss of 2 samples "
+            "has the shape []; it must have one or more numbers for each sample, [n, ...], so that any split of a "
+            'batch has one mean: reduction="none"',
         ),
     ],
 )

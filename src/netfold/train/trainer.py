@@ -22,7 +22,7 @@ from netfold.profile.live import LiveOverlap
 from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
 from netfold.train.checkpoint.initial import load_initial
 from netfold.train.checkpoint.recovery import Recovery
-from netfold.train.checkpoint.state import model_tensors
+from netfold.train.checkpoint.state import allocate_state
 from netfold.train.data import make_data
 from netfold.train.data.examples import Batch, Data, Panel
 from netfold.train.data.sampler import Prefetcher, sample_seed
@@ -45,7 +45,7 @@ from netfold.train.optim import learning_rate, make_optimizer, undecayed
 from netfold.train.optim.step import OptimizerStep
 from netfold.train.parallel import parallelise
 from netfold.train.parallel.device import choose_device, seed
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import error_kind, error_text
 
@@ -97,7 +97,7 @@ class Trainer:
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
-        self.optimizer = make_optimizer(self.replica, recipe, self.mesh, without_decay)
+        self.optimizer = make_optimizer(self.replica, recipe, without_decay)
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
         self._island = self.update.island
         self._round: list[StepVote] = []
@@ -204,7 +204,9 @@ class Trainer:
     def _begin(self) -> None:
         position = self.recovery.begin() if self.recovery is not None else None
         if position is None and self.recipe.training.initial is not None:
-            tensors = model_tensors(self.replica.modules, dict(self.replica.named_parameters()))
+            # Averages of the first weights, and DiLoCo's copies, begin with the weights that are read.
+            parameters = dict(self.replica.named_parameters())
+            tensors = allocate_state({}, self.replica, parameters, self.update.states())
             self._note("info", load_initial(self.recipe.training, tensors))
             self.update.load_state_dict({})
         if self.recovery is not None:
@@ -285,9 +287,7 @@ class Trainer:
             return []
         votes, self._round = merge_votes(self._round), []
         if votes[-1].not_finite:
-            found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(found, self._round_problems)
-            self._round_problems = []
+            found, self._round_problems = gather(self._round_problems), []
             self.update.settle()
             # The round's steps are counted already.
             self._react("; ".join(dict.fromkeys(text for texts in found for text in texts)), self.step, samples=0)
@@ -334,11 +334,12 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
         share = self.batch // self.mesh.data.size
-        values = evaluate(self.replica, self.model, self.data, self.mesh, share)
-        seconds = time.perf_counter() - began_s
         panels: Sequence[Panel] = ()
-        if self.step == self.steps and self.data.pictures is not None:
-            panels = render(self.replica, self.data.pictures, self.mesh, share)
+        with self.update.averages_in_place():
+            values = evaluate(self.replica, self.model, self.data, self.mesh, share)
+            seconds = time.perf_counter() - began_s
+            if self.step == self.steps and self.data.pictures is not None:
+                panels = render(self.replica, self.data.pictures, self.mesh, share)
         self._notify(Evaluated(self.step, values, seconds, panels))
         return values
 

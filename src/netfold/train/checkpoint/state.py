@@ -3,14 +3,14 @@
     model.<parameter>      <kind>.<parameter>.<key>, the kinds of `OptimizerStep.states`: "optimizer", ...
     buffer.<buffer>
 
-A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place
-(`as_shard`). A rank saves the tensors that it holds, and loads the same in place; torch.distributed.checkpoint moves
-parts between any two splits.
+A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place. A rank
+saves the tensors that it holds, and loads the same in place; torch.distributed.checkpoint moves parts between any two
+splits.
 
 torch's get_state_dict (2.13) does not serve here. get_optimizer_state_dict takes one module, but a pipeline's rank has
 several stages and one optimizer. It steps an optimizer without state: Adam would count a step that was not made, and
 LARS would wait for other ranks. It saves learning rates and decay too, which follow from the recipe.
-get_model_state_dict gives a shared weight twice, and a `plain_part` without its place.
+get_model_state_dict gives a shared weight twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from netfold.train.models.model import Replica
 from netfold.train.optim.step import States
 from netfold.train.parallel.mesh import gather
-from netfold.train.parallel.shards import as_shard
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -44,7 +43,7 @@ class CheckpointError(RuntimeError):
 
 def model_tensors(modules: Iterable[nn.Module], parameters: Parameters) -> dict[str, Tensor]:
     """The parameters and the modules' persistent buffers, borrowed."""
-    tensors = {f"model.{name}": as_shard(each, each.detach()) for name, each in parameters.items()}
+    tensors = {f"model.{name}": each.detach() for name, each in parameters.items()}
     for module in modules:
         persistent = module.state_dict()
         tensors |= {f"buffer.{name}": each for name, each in module.named_buffers() if name in persistent}
@@ -64,9 +63,7 @@ def collect_state(replica: Replica, parameters: Parameters, states: States, buff
         for name, parameter in parameters.items():
             for key, value in state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    # A tensor of another shape (a count) is whole.
-                    part = as_shard(parameter, value) if value.shape == parameter.shape else value
-                    tensors[f"{kind}.{name}.{key}"] = part
+                    tensors[f"{kind}.{name}.{key}"] = value
                 elif value is not None:  # None: the optimizer has not made this state yet.
                     raise TypeError(
                         f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor"
@@ -87,10 +84,11 @@ def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, st
         name, _, of_state = rest.rpartition(".")
         if kind in states and name in parameters:
             parameter, dtype = parameters[name], meta.properties.dtype
-            # Of this rank's shape if the saved tensor has the shape of the whole parameter, else of the saved shape.
-            alike = meta.size == as_shard(parameter, parameter.detach()).shape
-            part = torch.zeros_like(parameter, dtype=dtype, requires_grad=False) if alike else None
-            states[kind][parameter][of_state] = torch.empty(meta.size, dtype=dtype) if part is None else part
+            states[kind][parameter][of_state] = (
+                torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                if meta.size == parameter.shape
+                else torch.empty(meta.size, dtype=dtype)  # A count, whole on every rank.
+            )
     return collect_state(replica, parameters, states, buffers=True)
 
 

@@ -59,7 +59,7 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         precision=recipe.training.precision,
         tensor=split.tensor,
         styles=styles_of(model, recipe.parallel),
-        fsdp=recipe.parallel.zero > 0 and split.data > 1,
+        fsdp=split.fsdp,
     )
     counted = any(layer.operations for layer in layers)
     bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)

@@ -82,7 +82,7 @@ def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Ex
     if "PeerLost" in f"{type(error).__name__} {error}":
         return None  # The error has the failed rank's own text.
     rank = f"{this_rank()}: step {step}"
-    shapes = [] if batch is None else [str(list(each.shape)) for each in (*batch.inputs, batch.target)]
+    shapes = [] if batch is None else [str(list(each.shape)) for each in batch.tensors]
     sizes = f" with a batch of {', '.join(shapes)}" if shapes else ""
     first_line = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, BadExampleError):

@@ -32,9 +32,9 @@ class DiLoCoRounds:
         """Broadcast the weights of the first data-parallel rank. Collective over the data axis."""
         self._modules, self._every, self._data = replica.modules, asked.every, data
         parameters = [held for _, held in replica.named_parameters()]
-        weights = [local(held.detach()) for held in parameters]
+        weights = [held.detach() for held in parameters]
         for weight in weights:
-            dist.broadcast(weight, group=data.group, group_src=0)
+            dist.broadcast(local(weight), group=data.group, group_src=0)
         # The round's initial weights -> the weights.
         self._weights = {weight.clone(): weight for weight in weights}
         self._outer = torch.optim.SGD(list(self._weights), asked.lr, asked.momentum, nesterov=asked.momentum > 0)
@@ -62,7 +62,8 @@ class DiLoCoRounds:
         # One run at a time, so that there are few gradients at a time. SGD leaves out tensors without a gradient.
         for starts in in_runs(list(self._weights), BUFFER_BYTES):
             gradients = [start - self._weights[start] for start in starts]
-            all_reduce_together(gradients, self._data.group, divisor=self._data.size)
+            parts = [local(gradient) for gradient in gradients]
+            all_reduce_together(parts, self._data.group, divisor=self._data.size)
             for start, gradient in zip(starts, gradients, strict=True):
                 start.grad = gradient
             self._outer.step()

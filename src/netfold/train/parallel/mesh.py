@@ -40,24 +40,37 @@ class Mesh:
         self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device.type, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
-        )
-        self.pipeline, self.data, self.tensor = (self._axis(name) for name in AXES)
+        shard = parallel.shard or (data if parallel.zero else 1)
+        if data > 1 and shard < data and (parallel.zero or parallel.tensor > 1):
+            # FSDP2 wants the axes of its mesh, and the tensor axis, to be axes of one mesh.
+            shape = (parallel.pipeline, data // shard, shard, parallel.tensor)
+            self.device_mesh: DeviceMesh = init_device_mesh(
+                device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor")
+            )
+            self.fsdp_mesh = self.device_mesh["replicate", "shard"]
+            self.data_mesh = self.device_mesh["replicate"] if shard == 1 else self.fsdp_mesh._flatten("data")
+        else:
+            self.device_mesh = init_device_mesh(
+                device.type, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
+            )
+            self.fsdp_mesh = self.data_mesh = self.device_mesh["data"]
+        self.ranks = self.device_mesh.mesh.view(parallel.pipeline, data, parallel.tensor)
+        """The ranks of the world, [pipeline, data, tensor]."""
+        self.pipeline, self.tensor = (_axis(name, self.device_mesh[name]) for name in ("pipeline", "tensor"))
+        self.data = _axis("data", self.data_mesh)
 
     def island(self) -> dist.ProcessGroup:
         """A new group of the ranks that hold this rank's copy of the model. Collective over the world."""
-        return own_group(self.device_mesh.mesh.transpose(0, 1).flatten(1).tolist())
+        return own_group(self.ranks.transpose(0, 1).flatten(1).tolist())
 
     def alike(self) -> list[list[int]]:
         """The ranks of the world by what they hold: a list along the data axis for each place on the other axes."""
-        whole = self.device_mesh.mesh
-        ranks: list[list[int]] = whole.transpose(1, 2).reshape(-1, whole.shape[1]).tolist()
+        ranks: list[list[int]] = self.ranks.transpose(1, 2).reshape(-1, self.data.size).tolist()
         return ranks
 
-    def _axis(self, name: str) -> Axis:
-        axis = self.device_mesh[name]
-        return Axis(name, axis.get_local_rank(), axis.size(), axis.get_group())
+
+def _axis(name: str, mesh: DeviceMesh) -> Axis:
+    return Axis(name, mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
 
 def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -62,11 +62,10 @@ def _measure(model: Model, sample: Batch, precision: Precision, device: torch.de
     assert isinstance(chain, Chain)
     costs: list[int] = []
     own_outputs: list[bool] = []
-    values = precision.inputs(sample.inputs)
+    values = sample.inputs
     crossings = [_on_meta(values)]
     buffers = [(buffer, buffer.clone()) for buffer in chain.buffers()]
     layers = list(chain.layers.values())
-    lowered = [hook for layer in layers for hook in precision.use_lower_copies(layer)]
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         for layer in layers:
             inputs = values
@@ -74,18 +73,17 @@ def _measure(model: Model, sample: Batch, precision: Precision, device: torch.de
             for _ in range(1 + REPEATS):
                 taken = tuple(value.detach().requires_grad_(value.requires_grad) for value in inputs)
                 began_ns = time.perf_counter_ns()
-                returned = layer(*taken)
+                with precision.context(layer, device):
+                    returned = layer(*taken)
                 values = returned if isinstance(returned, tuple) else (returned,)
                 # The loss counts as a part of the last layer.
-                ends = (model.loss(precision.output(values[0]), sample.target),) if layer is layers[-1] else values
+                ends = (model.losses(values[0], sample.target),) if layer is layers[-1] else values
                 _gradients(ends, (*taken, *layer.parameters()))
                 synchronize(device)
                 seconds.append(time.perf_counter_ns() - began_ns)
             costs.append(int(statistics.median(seconds[1:])))
             own_outputs.append(any(value.requires_grad and not any(_gradients((value,), taken)) for value in values))
             crossings.append(_on_meta(values))
-    for hook in lowered:
-        hook.remove()
     for buffer, kept in buffers:
         buffer.data = kept
     return LayerTimings(tuple(costs), tuple(crossings), tuple(own_outputs))

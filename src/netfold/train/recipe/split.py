@@ -26,6 +26,8 @@ class Split:
     accumulate: int
     batch: int
     """Samples per step, of the whole job."""
+    fsdp: bool
+    """FSDP2 averages gradients, and casts weights and inputs in a lower precision; otherwise DDP and autocast do."""
 
     @property
     def ranks(self) -> int:
@@ -72,20 +74,26 @@ def split(recipe: Recipe, ranks: int) -> Split:
     factors = {"parallel.data": data} if training.scaling == "strong" else {}
     factors |= {"training.accumulate": training.accumulate, "parallel.microbatches": microbatches}
     problems += _batch(training.batch, factors) + check_batch_norm(parallel.batch_norm, data)
+    problems += _divides("parallel.shard", parallel.shard or data, data)
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)
     stages = parallel.pipeline * stages_a_rank(parallel)
-    return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch)
+    by_hand = parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
+    fsdp = data > 1 and (parallel.zero > 0 or (parallel.tensor > 1 and recipe.diloco is None and not by_hand))
+    return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch, fsdp)
 
 
 def check_batch_norm(ranks: int, data: int) -> list[str]:
+    return _divides("parallel.batch_norm", ranks, data)
+
+
+def _divides(key: str, ranks: int, data: int) -> list[str]:
     if data % ranks == 0:
         return []
     divisors = ", ".join(str(each) for each in range(1, data + 1) if data % each == 0)
     return [
-        f"parallel.batch_norm is {ranks}, which does not divide the {data} data-parallel ranks (parallel.data); "
-        f"set one of {divisors}"
+        f"{key} is {ranks}, which does not divide the {data} data-parallel ranks (parallel.data); set one of {divisors}"
     ]
 
 
