@@ -56,7 +56,7 @@ def run(
     a policy of [fault_tolerance] ended the run. 75: the run was asked to stop (SIGTERM); nothing is lost, and the same
     command continues the run.
     """
-    _need_packages()
+    need("netfold train", ("torch", "pydantic"), "train")
 
     from netfold.bootstrap.launchers import is_launched
     from netfold.train.fault_tolerance.stop import unwind_on_signals
@@ -69,9 +69,7 @@ def run(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")]) -> None:
     """Make a run's page, report.html, again from the data in its folder. Exit code 2 if the folder holds no run."""
-    _need_packages()
-
-    from netfold.train.callbacks.report import write_report
+    from netfold.runs.page import write_report
 
     with exit_on("train report", ValueError, OSError):
         typer.echo(write_report(folder))
@@ -92,7 +90,7 @@ def export(
 
     Exit code 2 if there is no complete checkpoint, or the folder exists.
     """
-    _need_packages()
+    need("netfold train export", ("torch", "pydantic", "safetensors"), "train")
     from netfold.train.checkpoint.export import export as write
     from netfold.train.parallel.precision import DTYPES
 
@@ -102,6 +100,7 @@ def export(
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
+    from netfold.train.rank import shared_job
     from netfold.train.recipe.errors import RecipeError, Source
     from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked, split
@@ -112,12 +111,12 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
     source = Source()
     try:
         place = placement() if is_launched() else None
-        if place is not None and ranks_here is not None:
+        if place is not None and ranks_here not in (None, place.size):
             raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
-        asked, source = load(recipe, settings)
+        asked, source = shared_job() or load(recipe, settings)
         ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
         if place is None or explain:
-            from netfold.train.recipe.validate import validate_recipe
+            from netfold.dry_run.validate import validate_recipe
 
             checked = validate_recipe(asked, ranks)
         else:
@@ -133,8 +132,8 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
             print_problems("train", RecipeError(source.placed(error)))
         raise typer.Exit(CANNOT) from None
     if explain:
-        from netfold.train.explain import explain as explained
-        from netfold.train.explain.render import print_plan
+        from netfold.dry_run.explain import explain as explained
+        from netfold.dry_run.render import print_plan
 
         if place is None or place.rank == 0:
             print_plan(explained(asked, checked))
@@ -147,7 +146,3 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
 
         del checked
         raise typer.Exit(launch(asked, source, ranks))
-
-
-def _need_packages() -> None:
-    need("netfold train", ("torch", "pydantic"), "train")

@@ -55,7 +55,7 @@ class Model:
     """(output f32, target) -> [n, ...], a loss for each item of the samples (a token, a pixel); 0 for items that do not
     count. In torch's losses this is reduction="none". Training minimises the mean over the items of a global batch."""
     items: Callable[[Tensor], Tensor] | None = None
-    """target -> how many of its items count, no dimensions (`real_items`). Without it all count."""
+    """target -> the number of its items that count, no dimensions (`real_items`). Without it all count."""
     tensor_plan: TensorPlan | None = None
     """The cut of each layer for `parallel.tensor`; without a plan they cannot be cut."""
     blocks: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Model:
         return at_least_f32(found)
 
     def count(self, losses: Tensor, target: Tensor) -> Tensor:
-        """How many items the losses of these samples have; no dimensions."""
+        """The number of items that count among the losses of these samples; no dimensions."""
         return losses.new_tensor(losses.numel()) if self.items is None else self.items(target)
 
 

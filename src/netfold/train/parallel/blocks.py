@@ -30,7 +30,7 @@ def recompute(blocks: Iterable[nn.Module], kept: Literal["nothing", "products"])
         slow = [getattr(torch.ops.aten, name).default for name in _SLOW]
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, slow)
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:

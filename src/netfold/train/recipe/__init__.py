@@ -1,7 +1,7 @@
 """The keys of a recipe, with their meanings, defaults and bounds.
 
 A recipe is TOML (`netfold train recipe.toml`) or made in Python (`Recipe(model={"name": "gpt"}, ...)`). The checks in
-this module need no model, data or torch; `validate.py` makes the checks that do.
+this package need no model, data or torch; `dry_run/validate.py` makes the checks that do.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Run(Section):
     folder: Annotated[Path, Field(strict=False)] = Path("runs")
     """The folder in which each run makes its own."""
     name: str | None = None
-    """Without it: the recipe's file name."""
+    """Without it: the name of the recipe's file, or of the model."""
     resume: Literal["auto", "changed", "never"] = "auto"
     """auto: an unfinished run of this name continues from its checkpoint. changed: also if optimizer, schedule, length
     or batch have changed, which auto refuses."""

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from netfold.plan.model import Collective, Pass
+from netfold.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
+from netfold.plan.model import Pass
 from netfold.train.data.examples import Batch
 from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.device import CPU
@@ -26,7 +27,6 @@ from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics
 from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along
-from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]
 _NOTHING = Pass()
@@ -54,6 +54,8 @@ class Layer:
     forward: Pass = _NOTHING
     """Matrix products of a microbatch, and collectives inside the layer."""
     backward: Pass = _NOTHING
+    summed_bytes: tuple[int, ...] = ()
+    """Of each gradient that is summed over the tensor axis after the last pass (`shards.settle`)."""
 
     def shapes(self, *, norms: bool = True, tables: bool = True) -> list[Shape]:
         """Of all parameters."""
@@ -183,24 +185,25 @@ def _run(
             handed_bytes=tuple(local(each).nbytes for each in outputs[layer.name]),
             handed_back_bytes=tuple(local(each).nbytes for each in outputs[layer.name] if each.requires_grad),
             forward=_pass([part.forward for part in parts[layer.name]]),
-            backward=_pass([part.backward for part in parts[layer.name]], _summed(module)),
+            backward=_pass([part.backward for part in parts[layer.name]]),
+            summed_bytes=_summed(module),
         )
         for layer, (_, module) in zip(held, layers, strict=True)
     ]
 
 
-def _pass(ran: Sequence[Ran], more: Sequence[Collective] = ()) -> Pass:
+def _pass(ran: Sequence[Ran]) -> Pass:
     return Pass(
         tuple(matmul for each in ran for matmul in each.matmuls),
-        collectives=(*(call for each in ran for call in each.collectives), *more),
+        collectives=tuple(call for each in ran for call in each.collectives),
     )
 
 
-def _summed(layer: nn.Module) -> list[Collective]:
-    """The all_reduces of gradients that are terms of a sum (`shards.settle`)."""
+def _summed(layer: nn.Module) -> tuple[int, ...]:
+    """The bytes of each gradient that is a term of a sum over the tensor axis."""
     gradients = [parameter.grad for parameter in layer.parameters()]
-    return [
-        Collective("all_reduce", local(gradient).nbytes)
+    return tuple(
+        local(gradient).nbytes
         for gradient in gradients
         if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
-    ]
+    )

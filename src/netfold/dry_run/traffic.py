@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from netfold.dry_run.layers import Layer
 from netfold.plan.shared_rules import bucket_ends
-from netfold.train.explain.layers import Layer
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold.train.parallel.data_parallel import BUCKET_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES
@@ -79,6 +79,8 @@ def _inside(layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
         for operation, each_size in sorted(sizes.items()):
             calls, total = len(each_size) * split.passes, sum(each_size) * split.passes
             yield Traffic("tensor", operation, of, split.tensor, calls, total)
+    if summed := [size for layer in layers for size in layer.summed_bytes]:
+        yield Traffic("tensor", "all_reduce", "gradients of norms", split.tensor, len(summed), sum(summed))
 
 
 def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:

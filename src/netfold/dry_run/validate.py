@@ -31,7 +31,7 @@ from netfold.train.parallel.device import CPU
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError, error_sentence
-from netfold.train.recipe.registry import arguments, factory
+from netfold.train.recipe.registry import factory
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
@@ -180,7 +180,7 @@ def _many(data: Data, example: Batch) -> Batch:
 def _differing(recipe: Recipe) -> str:
     """The options of model and data with equal names and different values, which are often the cause of an error."""
     model, data = (
-        arguments(factory(asked, known, kind))
+        factory(asked, known, kind).keywords
         for asked, known, kind in ((recipe.model, MODELS, "model"), (recipe.data, DATASETS, "data"))
     )
     both = [name for name in model if name in data and model[name] != data[name]]
