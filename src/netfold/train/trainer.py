@@ -40,6 +40,7 @@ from netfold.train.fault_tolerance.step_vote import StepVote, merge_votes, vote
 from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
 from netfold.train.models import make_model
+from netfold.train.models.deferred import record
 from netfold.train.models.model import Model
 from netfold.train.optim import learning_rate, make_optimizer, undecayed
 from netfold.train.optim.step import OptimizerStep
@@ -92,11 +93,16 @@ class Trainer:
         self.mesh = Mesh(recipe.parallel, device)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
-        self.model = model or make_model(recipe.model)
-        self.model.module.to(device)
+        deferred, creation = None, ""
+        if model is None:
+            model, deferred = record(lambda: make_model(recipe.model), recipe.training.seed)
+            creation = deferred.note
+        self.model = model
+        if deferred is None or creation:
+            model.module.to(device)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
-        self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
+        self.replica = parallelise(model, recipe, self.mesh, self.data.train, deferred)
         self.optimizer = make_optimizer(self.replica, recipe, without_decay)
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
         self._island = self.update.island
@@ -110,7 +116,7 @@ class Trainer:
         self._batch: Batch | None = None
         # Observes the thread that makes it, which must be the training thread.
         self._overlap = LiveOverlap()
-        self._early_notes = [("info", text) for text in (device_reason, *self.replica.notes) if text]
+        self._early_notes = [("info", text) for text in (device_reason, creation, *self.replica.notes) if text]
         self._started = False
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":

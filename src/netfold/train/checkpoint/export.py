@@ -19,9 +19,9 @@ from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from netfold.runs import RECIPE
 from netfold.train.checkpoint.atomic import PART, find_checkpoint, find_damage, read_manifest
 from netfold.train.checkpoint.state import list_tensors, of_model
-from netfold.train.recipe.load import RESOLVED
 from netfold.units import plural
 
 # Hugging Face's limit of a file.
@@ -72,7 +72,7 @@ def export(run: Path, out: Path, dtype: torch.dtype | None = None, *, ema: bool 
             weight_map = {each: name for name, names in files.items() for each in names}
             index = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
             (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        (part / RESOLVED).write_text(json.dumps(position.recipe, indent=1))
+        (part / RECIPE).write_text(json.dumps(position.recipe, indent=1))
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from netfold.train.data.examples import Batch, Examples
+from netfold.train.models.deferred import Deferred
 from netfold.train.models.model import Model, Replica, at_least_f32, blocks_of
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
@@ -26,37 +27,41 @@ from netfold.train.parallel.shards import settle
 from netfold.train.recipe import Recipe
 
 
-def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | None = None) -> Replica:
+def parallelise(
+    model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | None = None, deferred: Deferred | None = None
+) -> Replica:
     """This rank's part of `model`, which every rank has made whole and alike. Collective over the world.
 
     Takes the model over: its modules are cut in place. A pipeline measures its layers on the first of `examples`.
+    deferred: of a model without values (`record`); only this rank's part gets them.
     """
     if recipe.parallel.batch_norm > 1:
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     tensor.cut(model, recipe.parallel, mesh)
     embeddings.shard_embeddings(model, recipe, mesh)
-    plan = Plan(model, recipe, mesh, examples) if mesh.pipeline.size > 1 else None
+    plan = Plan(model, recipe, mesh, examples, deferred) if mesh.pipeline.size > 1 else None
     blocks = list(blocks_of(model).values()) or [model.module]
     if recipe.training.recompute != "none":
         recompute(blocks, "nothing" if recipe.training.recompute == "all" else "products")
     if recipe.training.compile:
         compile_blocks(blocks)
     if plan is not None:
-        return Pipelined(model, recipe, mesh, plan)
-    return Unpipelined(model, recipe, mesh)
+        return Pipelined(model, recipe, mesh, plan, deferred)
+    return Unpipelined(model, recipe, mesh, deferred)
 
 
 class Unpipelined:
     """A `Replica` that holds every layer: it computes a batch at once, or in parts whose gradients add up."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, deferred: Deferred | None = None) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
         self._accumulate = recipe.training.accumulate
         self._loss = MeanLoss(model, self._accumulate, None if recipe.diloco is not None else mesh.data)
         self._precision = Precision(recipe.training.precision)
         self._mesh = mesh
-        self._wrapped = wrap_data_parallel(model.module, blocks_of(model).values(), recipe, mesh)
+        blocks = blocks_of(model).values()
+        self._wrapped = wrap_data_parallel(model.module, blocks, recipe, mesh, deferred=deferred)
         self._buffers_differ = False
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from netfold.train.models.deferred import Deferred, materialise
 from netfold.train.models.model import tied_names
 from netfold.train.parallel.embeddings import own_parameters
 from netfold.train.parallel.mesh import Mesh
@@ -31,21 +32,31 @@ BUCKET_MB = 64.0
 
 
 def wrap_data_parallel(
-    module: nn.Module, blocks: Iterable[nn.Module], recipe: Recipe, mesh: Mesh, *, averages: bool = True
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    recipe: Recipe,
+    mesh: Mesh,
+    *,
+    averages: bool = True,
+    deferred: Deferred | None = None,
 ) -> nn.Module:
     """A module whose backward pass averages gradients over the data axis, in f32.
 
     blocks: parts of `module` that ZeRO gathers one by one (`blocks_of`). averages: without it and without ZeRO,
-    gradients are this rank's own. Returns a DDP; or the module itself, cut in place or with one data-parallel rank.
-    Parameters keep their names in `module`. Collective over the data axis. Raises ValueError.
+    gradients are this rank's own. deferred: gives this rank's parts of the weights their values, once they are cut.
+    Returns a DDP; or the module itself, cut in place or with one data-parallel rank. Parameters keep their names in
+    `module`. Collective over the data axis. Raises ValueError.
     """
     # Under [diloco] ranks train independently within a round.
     averages = averages and mesh.data.size > 1 and recipe.diloco is None
     apart = own_parameters(module)
     has_parts = any(isinstance(each, DTensor) for each in module.parameters() if each not in apart)
-    if zero_level(recipe, mesh) or (averages and has_parts):
-        return _shard(module, blocks, mesh, Precision(recipe.training.precision), recipe.parallel.zero, apart)
-    return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB) if averages else module
+    sharded = bool(zero_level(recipe, mesh)) or (averages and has_parts)
+    if sharded:
+        _shard(module, blocks, mesh, Precision(recipe.training.precision), recipe.parallel.zero, apart)
+    if deferred is not None:
+        materialise(module, deferred, mesh.device)
+    return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB) if averages and not sharded else module
 
 
 def zero_level(recipe: Recipe, mesh: Mesh) -> int:
@@ -109,7 +120,7 @@ def _shard(
     precision: Precision,
     zero: int,
     apart: set[nn.Parameter],
-) -> nn.Module:
+) -> None:
     """Cut the parameters of `module` in place over the data axis; names stay.
 
     Every forward and backward pass is collective over the data axis from now on. apart: parameters that stay as they
@@ -124,4 +135,3 @@ def _shard(
     policies.update(dict.fromkeys(norms, MixedPrecisionPolicy(cast_forward_inputs=False)))
     for part, policy in policies.items():
         fully_shard(part, mesh=mesh.fsdp_mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=apart)
-    return module

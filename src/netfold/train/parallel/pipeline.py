@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.train.data.examples import Batch
 from netfold.train.data.sampler import sample_seed
+from netfold.train.models.deferred import Deferred
 from netfold.train.models.model import Chain, Model, at_least_f32, tied_names
 from netfold.train.parallel.data_parallel import evaluating, wrap_data_parallel
 from netfold.train.parallel.device import seed
@@ -44,8 +45,8 @@ SCHEDULES: dict[str, Any] = {
 class Pipelined:
     """A `Replica` of one stage or several."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, plan: Plan) -> None:
-        """Takes the model over, and drops the layers of other ranks from it."""
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, plan: Plan, deferred: Deferred | None = None) -> None:
+        """Takes the model over, and drops the layers of other ranks from it. deferred: as in `parallelise`."""
         chain = model.module
         assert isinstance(chain, Chain)
         self.notes: list[str] = [plan.reason]
@@ -84,7 +85,9 @@ class Pipelined:
             by_hand = schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
             stages.append(
                 _Stage(
-                    wrap_data_parallel(module, module.layers.values(), recipe, mesh, averages=not by_hand),
+                    wrap_data_parallel(
+                        module, module.layers.values(), recipe, mesh, averages=not by_hand, deferred=deferred
+                    ),
                     stage,
                     count,
                     mesh.device,
