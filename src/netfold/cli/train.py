@@ -15,7 +15,6 @@ import typer
 
 from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, print_problems
 from netfold.extras import need
-from netfold.units import plural
 
 if TYPE_CHECKING:
     from netfold.bootstrap.launchers import Placement
@@ -145,9 +144,7 @@ def export(
     from netfold.train.parallel.precision import DTYPES
 
     with exit_on("train export", ValueError, OSError):
-        done = write(run, out, None if dtype is None else DTYPES[dtype], ema=ema)
-        files = plural(done.files, "file")
-        typer.echo(f"{out}: {done.tensors} tensors of step {done.step}, {done.size_bytes / 1e6:.1f} MB in {files}")
+        typer.echo(write(run, out, None if dtype is None else DTYPES[dtype], ema=ema))
 
 
 def _run(

@@ -22,7 +22,7 @@ from netfold.profile.live import LiveOverlap
 from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
 from netfold.train.checkpoint.initial import load_initial
 from netfold.train.checkpoint.recovery import Recovery
-from netfold.train.checkpoint.state import model_tensors
+from netfold.train.checkpoint.state import allocate_state
 from netfold.train.data import make_data
 from netfold.train.data.examples import Batch, Data, Panel
 from netfold.train.data.sampler import Prefetcher, sample_seed
@@ -46,7 +46,7 @@ from netfold.train.optim import learning_rate, make_optimizer, undecayed
 from netfold.train.optim.step import OptimizerStep
 from netfold.train.parallel import parallelise
 from netfold.train.parallel.device import choose_device, seed
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import error_kind, error_text
 
@@ -226,7 +226,9 @@ class Trainer:
         initial = self.recipe.training.initial
         weights = self.model.weights if initial is None else None
         if position is None and (initial or weights) is not None:
-            tensors = model_tensors(self.replica.modules, dict(self.replica.named_parameters()))
+            # Averages of the first weights, and DiLoCo's copies, begin with the weights that are read.
+            parameters = dict(self.replica.named_parameters())
+            tensors = allocate_state({}, self.replica, parameters, self.update.states())
             self._note("info", load_initial(self.recipe.training, tensors, weights))
             self.update.load_state_dict({})
         if self.recovery is not None:
@@ -307,9 +309,7 @@ class Trainer:
             return []
         votes, self._round = merge_votes(self._round), []
         if votes[-1].not_finite:
-            found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(found, self._round_problems)
-            self._round_problems = []
+            found, self._round_problems = gather(self._round_problems), []
             self.update.settle()
             # The round's steps are counted already.
             self._react("; ".join(dict.fromkeys(text for texts in found for text in texts)), self.step, samples=0)

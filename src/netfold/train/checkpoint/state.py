@@ -84,11 +84,10 @@ def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, st
         name, _, of_state = rest.rpartition(".")
         if kind in states and name in parameters:
             parameter, dtype = parameters[name], meta.properties.dtype
-            # Of this rank's shape if the saved tensor has the shape of the whole parameter, else of the saved shape.
             states[kind][parameter][of_state] = (
                 torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 if meta.size == parameter.shape
-                else torch.empty(meta.size, dtype=dtype)
+                else torch.empty(meta.size, dtype=dtype)  # A count, whole on every rank.
             )
     return collect_state(replica, parameters, states, buffers=True)
 
