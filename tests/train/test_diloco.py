@@ -131,13 +131,13 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from netfold.train.parallel.mesh import Mesh
-    from netfold.train.recipe import Parallel
+    from netfold.train.recipe import DiLoCo, Parallel
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         recipe = changed(TINY_GPT, training={"steps": 8}, parallel={"data": 2})
-        mesh = Mesh(Parallel(data=2))
+        mesh = Mesh(Parallel(data=2), diloco=DiLoCo(every=EVERY))
         return {
             "plain": _fitted(recipe),
             "every 1": _fitted({**recipe, "diloco": {"every": 1, "lr": 1.0, "momentum": 0.0}}),
@@ -233,7 +233,7 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
     rounds = diloco.DiLoCoRounds(
         Held(held),
         DiLoCo(every=EVERY, lr=lr, momentum=momentum),
-        mesh.data,
+        mesh,
     )
     with torch.no_grad():
         for step in range(STEPS):
@@ -290,7 +290,7 @@ def _buffers(mesh: Any) -> dict[str, Any]:
     from netfold.train.recipe import DiLoCo
 
     norm = torch.nn.BatchNorm1d(2)
-    rounds = DiLoCoRounds(Held(dict(norm.named_parameters()), (norm,)), DiLoCo(every=1), mesh.data)
+    rounds = DiLoCoRounds(Held(dict(norm.named_parameters()), (norm,)), DiLoCo(every=1), mesh)
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     norm.running_mean.copy_(torch.tensor([1.0, 10.0]) * (mesh.data.rank + 1))
     norm.num_batches_tracked.fill_(7)

@@ -38,8 +38,8 @@ def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, average
     if zero:
         return _shard(module, mesh, precision, free_after_forward=zero == 3)
     precision.use_lower_copies(module)
-    # Under [diloco] ranks train independently within a round.
-    if mesh.data.size > 1 and averages and recipe.diloco is None:
+    # Under [diloco] sites train independently within a round.
+    if mesh.site.size > 1 and averages:
         return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB)
     return module
 
@@ -82,14 +82,14 @@ def send_gradients(module: nn.Module, on: bool) -> None:
 
 
 def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
-    """`module` under DDP over the data axis; collective over it.
+    """`module` under DDP over the data axis, or this rank's site of it; collective over these ranks.
 
     Gradients are views of the buckets, and need no other memory. Buffers are not sent before each forward pass:
     training does not read batch norm's statistics, and evaluations broadcast them (`evaluating`).
     """
     exclude_from_ddp(module)
     ddp = DistributedDataParallel(
-        module, process_group=mesh.data.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+        module, process_group=mesh.site.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
     # From now on: the constructor has sent them. Torch 2.12 and older have no argument that says so.
     ddp.broadcast_buffers = False

@@ -58,7 +58,7 @@ class Pipelined:
         stage_of = {names[layer]: stage for stage in range(count) for layer in plan.cut.layers(stage)}
         rank_of = {stage: rank for rank, stages in enumerate(places) for stage in stages}
         self._tied = Tied(chain, stage_of, rank_of, mesh)
-        averages = mesh.data.size > 1 and recipe.diloco is None
+        averages = mesh.site.size > 1
         if self._tied.on_one_rank and averages and schedule not in SPLIT_BACKWARD:
             raise ValueError(
                 f"parallel.schedule is {schedule!r}, which places {' and '.join(self._tied.on_one_rank[0])}, one "
@@ -111,7 +111,7 @@ class Pipelined:
             self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         if self._averages:
             gradients = [local(weight.grad) for _, weight in self.named_parameters() if weight.grad is not None]
-            all_reduce_together(gradients, self._mesh.data.group, divisor=self._mesh.data.size)
+            all_reduce_together(gradients, self._mesh.site.group, divisor=self._mesh.site.size)
         self._tied.all_reduce_gradients(dict(self.named_parameters()))
         return torch.stack(losses).detach().sum() / scale if self._last else None
 
