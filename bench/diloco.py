@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.98], "weight_decay": 0.01},
     "schedule": {"warmup": 20, "final": 0.1},
 }
-STEPS, MORE = 150, 2
+STEPS, MORE = 150, 1.5
 ROUND: dict[str, Any] = {"every": 25, "lr": 1.0, "momentum": 0.0}
 STREAMING: dict[str, Any] = {**ROUND, "fragments": 3, "overlap": 8}
 # [diloco], and the number format of plain data parallel's gradients.
@@ -51,7 +51,7 @@ def train(me: Rank) -> None:
         def on_evaluation(self, event: Evaluated) -> None:
             self.seconds = time.perf_counter() - event.seconds
 
-    def run(name: str, steps: int, seed: int, diloco: dict[str, Any] | None, wire: str) -> Any:
+    def run(steps: int, seed: int, diloco: dict[str, Any] | None, wire: str) -> Any:
         os.environ["NETFOLD_WIRE_DTYPE"] = wire or "f32"
         recipe = {**RECIPE, "training": {"steps": steps, "batch": 32, "seed": seed}, "parallel": {"data": me.size}}
         if diloco is not None:
@@ -69,6 +69,10 @@ def train(me: Rank) -> None:
     me.serve(run)
 
 
+def _steps(asked: dict[str, Any] | None) -> int:
+    return STEPS if asked is None else round(MORE * STEPS)
+
+
 def _sent_bytes() -> int:
     """Bytes that this host has sent, with all headers."""
     with open("/sys/class/net/eth0/statistics/tx_bytes") as counter:
@@ -82,8 +86,7 @@ def diloco(ranks: int = 2, seeds: int = 3, rate: str = "50mbit", delay: str = "1
     with driver.ranks_at(place, train, deadline_s=3600) as started:
         for seed in range(seeds):
             for name, (asked, wire) in CONFIGURATIONS.items():
-                steps = STEPS if asked is None else MORE * STEPS
-                answers = started.ask(name, steps, seed, asked, wire)
+                answers = started.ask(_steps(asked), seed, asked, wire)
                 first = answers[0]
                 found[name].append((max(answer[0] for answer in answers), *first[1:]))
     plain = found["plain, f32"]
@@ -92,11 +95,10 @@ def diloco(ranks: int = 2, seeds: int = 3, rate: str = "50mbit", delay: str = "1
         seconds, bits, sent = ([run[number] for run in runs] for number in range(3))
         as_good = sum(ours <= theirs[1] for ours, theirs in zip(bits, plain, strict=True))
         faster = [theirs[0] / ours for ours, theirs in zip(seconds, plain, strict=True)]
-        steps = STEPS if CONFIGURATIONS[name][0] is None else MORE * STEPS
         rows.append(
             [
                 name,
-                steps,
+                _steps(CONFIGURATIONS[name][0]),
                 f"{spread(seconds).median:.1f} ({min(seconds):.1f} .. {max(seconds):.1f})",
                 f"{spread(faster).median:.2f} ({min(faster):.2f} .. {max(faster):.2f})",
                 f"{spread(bits).median:.3f} ({min(bits):.3f} .. {max(bits):.3f})",
@@ -106,14 +108,16 @@ def diloco(ranks: int = 2, seeds: int = 3, rate: str = "50mbit", delay: str = "1
         )
     baseline, parameters = plain[0][3:]
     head = "configuration | steps | seconds | plain's seconds over it | bits per byte, held out | as good as plain, f32"
-    return f"""A GPT of {parameters} parameters learns Python's source on {ranks} data-parallel ranks, {ranks // 2} at each of two
-sites. Between the sites: {rate}, a round trip of four times {delay}, no switch.
+    schedule = f"rounds of {ROUND['every']} steps, outer rate {ROUND['lr']:g}, momentum {ROUND['momentum']:g}"
+    fragments = f"{STREAMING['fragments']} fragments, each sent during {STREAMING['overlap']} steps"
+    return f"""A GPT of {parameters} parameters learns Python's source on {ranks} data-parallel ranks at
+two sites. Between the sites: {rate}, a round trip of four times {delay}, no switch.
 
 {driver.table(head + " | MB that site 0 sent", rows)}
 
-Median (lowest .. highest) of {seeds} seeds. Plain data parallel: DDP; i8: netfold sends its gradients as i8. DiLoCo:
-rounds of {ROUND["every"]} steps, outer rate {ROUND["lr"]:g}, momentum {ROUND["momentum"]:g}. Streaming: {STREAMING["fragments"]} fragments,
-each sent during {STREAMING["overlap"]} steps. A table of byte pairs alone gives {baseline:.3f} bits. torch {version("torch")}."""
+Median (lowest .. highest) of {seeds} seeds. Plain data parallel: DDP; i8: netfold sends its gradients as i8.
+DiLoCo: {schedule}. Streaming: {fragments}. A table of byte pairs
+alone gives {baseline:.3f} bits. torch {version("torch")}."""
 
 
 if __name__ == "__main__":
