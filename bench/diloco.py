@@ -79,9 +79,9 @@ def _sent_bytes() -> int:
         return int(counter.read())
 
 
-def diloco(ranks: int = 2, seeds: int = 3, rate: str = "50mbit", delay: str = "10ms") -> str:
+def diloco(ranks: int = 2, seeds: int = 3, rate: str = "50mbit", delay: str = "10ms", switch: bool = False) -> str:
     """Data parallel between two sites over a slow link, plain and by DiLoCo"""
-    place = Place(ranks, rate, hosts=2, delay=delay)
+    place = Place(ranks, rate, hosts=2, delay=delay, switch=switch)
     found: dict[str, list[Any]] = {name: [] for name in CONFIGURATIONS}
     with driver.ranks_at(place, train, deadline_s=3600) as started:
         for seed in range(seeds):
@@ -89,31 +89,34 @@ def diloco(ranks: int = 2, seeds: int = 3, rate: str = "50mbit", delay: str = "1
                 answers = started.ask(_steps(asked), seed, asked, wire)
                 first = answers[0]
                 found[name].append((max(answer[0] for answer in answers), *first[1:]))
-    plain = found["plain, f32"]
+    plain, compressed = found["plain, f32"], found["plain, i8"]
     rows = []
     for name, runs in found.items():
         seconds, bits, sent = ([run[number] for run in runs] for number in range(3))
         as_good = sum(ours <= theirs[1] for ours, theirs in zip(bits, plain, strict=True))
-        faster = [theirs[0] / ours for ours, theirs in zip(seconds, plain, strict=True)]
+        faster, than_i8 = (
+            [theirs[0] / ours for ours, theirs in zip(seconds, each, strict=True)] for each in (plain, compressed)
+        )
         rows.append(
             [
                 name,
                 _steps(CONFIGURATIONS[name][0]),
                 f"{spread(seconds).median:.1f} ({min(seconds):.1f} .. {max(seconds):.1f})",
                 f"{spread(faster).median:.2f} ({min(faster):.2f} .. {max(faster):.2f})",
+                f"{spread(than_i8).median:.2f} ({min(than_i8):.2f} .. {max(than_i8):.2f})",
                 f"{spread(bits).median:.3f} ({min(bits):.3f} .. {max(bits):.3f})",
                 f"{as_good} of {seeds}",
                 f"{spread(sent).median / 1e6:.1f}",
             ]
         )
     baseline, parameters = plain[0][3:]
-    head = "configuration | steps | seconds | plain's seconds over it | bits per byte, held out | as good as plain, f32"
+    head = "configuration | steps | seconds | seconds of plain, f32, over it | of plain, i8 | bits per byte, held out"
     schedule = f"rounds of {ROUND['every']} steps, outer rate {ROUND['lr']:g}, momentum {ROUND['momentum']:g}"
     fragments = f"{STREAMING['fragments']} fragments, each sent during {STREAMING['overlap']} steps"
     return f"""A GPT of {parameters} parameters learns Python's source on {ranks} data-parallel ranks at
-two sites. Between the sites: {rate}, a round trip of four times {delay}, no switch.
+two sites. Between the sites: {rate}, a round trip of four times {delay}, {"through a" if switch else "no"} switch.
 
-{driver.table(head + " | MB that site 0 sent", rows)}
+{driver.table(head + " | as good as plain, f32 | MB that site 0 sent", rows)}
 
 Median (lowest .. highest) of {seeds} seeds. Plain data parallel: DDP; i8: netfold sends its gradients as i8.
 DiLoCo: {schedule}. Streaming: {fragments}. A table of byte pairs

@@ -118,6 +118,25 @@ def resumed(rank: int, folder: Path, world: World) -> Any:
     return whole, after_failure, stopped, after_stop, without
 
 
+def failed(rank: int, folder: Path, world: World) -> tuple[str, str]:
+    """Rank 3, of the second site, runs out of memory in step 3."""
+    import torch
+    from surviving import run
+
+    passes = itertools.count(1)
+
+    def ask(numbers: list[int]) -> None:
+        if next(passes) == 3 and rank == 3:
+            torch.empty(1 << 50)
+
+    with world(4):
+        try:
+            run(None, noisy=False, forward=ask, diloco={**STREAMING, "sites": 2})
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
 def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A sample of step 6 on rank 1 is NaN, in the middle of the second round."""
     from surviving import Recorder, run
@@ -152,7 +171,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
-FOUND = Cases(4, 100, [calls, sites, resumed, not_finite])
+FOUND = Cases(4, 100, [calls, sites, resumed, not_finite, failed])
 
 
 def test_within_a_round_no_rank_waits_for_another_copy_of_the_model() -> None:
@@ -217,3 +236,12 @@ def test_all_ranks_react_to_bad_numbers_of_one_copy_at_the_end_of_the_round() ->
         step, metric, _, numbers = found["rewind, streaming"]
         assert step == 8 and math.isfinite(metric) and numbers == [*range(1, 9), *range(5, 9)]
     assert FOUND[not_finite][0]["skip"][1] == FOUND[not_finite][1]["skip"][1]
+
+
+def test_the_failure_of_a_rank_ends_its_site_and_the_other_one_with_its_reason() -> None:
+    *others, (kind, text) = FOUND[failed]
+    assert kind == "DeviceError" and "step 3" in text and "out of memory" in text
+    for other, reported in others:
+        assert other in ("PeerLost", "RuntimeError"), (other, reported)
+    # Rank 2 averages gradients with the failed rank, and rank 1 exchanges weights with it.
+    assert all("out of memory" in reported for _, reported in others[1:])
