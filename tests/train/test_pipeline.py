@@ -215,7 +215,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))
-    mesh = Mesh(recipe.parallel)
+    mesh = Mesh(recipe.parallel, diloco=recipe.diloco)
     model, examples = model_and_examples(name)
     if name == "mlp":
         paths = [f"layers.{block}" for block in model.module.layers]

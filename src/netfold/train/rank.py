@@ -128,11 +128,11 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
         if recipe.run.check and not preflight(recipe):
             return CANNOT
         if evaluation is not None:
-            found = Trainer(recipe, folder=evaluation.run).evaluate(evaluation.predictions)
+            values = Trainer(recipe, folder=evaluation.run).evaluate(evaluation.predictions)
             dist.barrier()
             dist.destroy_process_group()
             if rank == 0:
-                print("; ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
+                print("; ".join(f"{name} {value:.6g}" for name, value in values.items()), flush=True)
             return 0
         folder = run_folder(recipe)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))

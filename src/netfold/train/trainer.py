@@ -1,8 +1,8 @@
 """The training loop: a batch, gradients, the step vote, an optimizer step, and events for callbacks.
 
 All ranks make each common decision from one small all_reduce per step (`vote`), under [diloco] from one per round:
-within a round only the ranks of one copy of the model wait for each other. `fault_tolerance` holds the reactions to
-failures; this module decides when to call them.
+within a round only the ranks of one site wait for each other. `fault_tolerance` holds the reactions to failures; this
+module decides when to call them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trainer:
         self.recipe = recipe
         self._callbacks = callbacks
         device, device_reason = choose_device(recipe.device)
-        self.mesh = Mesh(recipe.parallel, device)
+        self.mesh = Mesh(recipe.parallel, device, recipe.diloco)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
         deferred, creation = None, ""
@@ -212,8 +212,8 @@ class Trainer:
                     self._evaluate()
                 if _due(self.step, self.recipe.checkpoint_every(self.steps)):
                     self._save()
-            # Checkpoints and evaluations need equal weights on all ranks: an unfinished round ends early.
-            self.update.settle()
+            if self.step >= self.steps:
+                self.update.finish()
             if reason == "done":
                 values = self._evaluate()
         self._save()
@@ -351,13 +351,14 @@ class Trainer:
 
     def _save(self) -> None:
         if self.recovery is not None:
-            self.recovery.save(self.step, self.samples)
+            with self.update.common():
+                self.recovery.save(self.step, self.samples)
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
         share = self.batch // self.mesh.data.size
         panels: Sequence[Panel] = ()
-        with self.update.averages_in_place():
+        with self.update.common(), self.update.averages_in_place():
             values = evaluate(self.replica, self.model, self.data, self.mesh, share)
             seconds = time.perf_counter() - began_s
             if self.step == self.steps and self.data.pictures is not None:

@@ -17,7 +17,13 @@ from netfold.train.models.model import Model, Replica, at_least_f32, blocks_of
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.blocks import compile_blocks, recompute
-from netfold.train.parallel.data_parallel import evaluating, send_gradients, wrap_data_parallel
+from netfold.train.parallel.data_parallel import (
+    average_gradients,
+    averages_by_hand,
+    evaluating,
+    send_gradients,
+    wrap_data_parallel,
+)
 from netfold.train.parallel.mean_loss import MeanLoss
 from netfold.train.parallel.mesh import Mesh
 from netfold.train.parallel.pipeline import Pipelined
@@ -57,11 +63,12 @@ class Unpipelined:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
         self._accumulate = recipe.training.accumulate
-        self._loss = MeanLoss(model, self._accumulate, None if recipe.diloco is not None else mesh.data)
+        self._loss = MeanLoss(model, self._accumulate, mesh.site)
         self._precision = Precision(recipe.training.precision)
         self._mesh = mesh
         blocks = blocks_of(model).values()
         self._wrapped = wrap_data_parallel(model.module, blocks, recipe, mesh, deferred=deferred)
+        self._by_hand = averages_by_hand(recipe, mesh)
         self._buffers_differ = False
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
@@ -76,6 +83,8 @@ class Unpipelined:
             total += loss.detach()
         if self._mesh.tensor.size > 1:
             settle(self.modules[0].parameters())
+        if self._by_hand:
+            average_gradients(self.modules[0].parameters(), self._mesh)
         self._buffers_differ = True
         return total
 
