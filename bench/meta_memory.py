@@ -47,13 +47,13 @@ def make_parts(me: Rank) -> None:
         mesh = Mesh(recipe.parallel, torch.device("cpu"))
         before = own_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        resident = status_bytes("VmRSS")
+        at_start = status_bytes("VmRSS")
         began_s = time.perf_counter()
         made, deferred = (make_model(recipe.model), None) if whole else record(lambda: make_model(recipe.model), 0)
         parameters = [each.nbytes for each in made.module.parameters()]
         replica = parallelise(made, recipe, mesh, None, deferred)
         seconds = time.perf_counter() - began_s
-        peak = status_bytes("VmHWM") - resident
+        peak = status_bytes("VmHWM") - at_start
         share = sum(storages(parameter for _, parameter in replica.named_parameters()).values())
         return sum(parameters) // 4, share, max(parameters), peak, own_bytes() - before, seconds
 
@@ -90,7 +90,7 @@ ZeRO 3 over {RANKS} ranks, one rank at a time over torch's fake process group (t
 
 {driver.table(heads, rows)}
 
-share: the rank's rows of all parameters. largest: the largest parameter, whole. peak: the largest resident memory
+share: the rank's rows of all parameters. largest: the largest parameter, whole. peak: the largest memory of the process
 while the part is made, more than before. held: afterwards, more than before. Of deferred models, the peak is share +
 largest and {min(above):.2f} to {max(above):.2f} GB."""
 

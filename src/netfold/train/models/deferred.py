@@ -115,10 +115,6 @@ class Deferred:
             values[place.storage] = computed[place.storage]
         return self._view(place, values)
 
-    def names(self) -> list[str]:
-        """Of the parameters and buffers that were recorded."""
-        return list(self._places)
-
     def _compute(self, storage: int) -> dict[int, torch.UntypedStorage]:
         values: dict[int, torch.UntypedStorage] = {}
         default = torch.get_default_dtype()
@@ -172,7 +168,7 @@ class Deferred:
 
     def _view(self, place: _Place, values: dict[int, torch.UntypedStorage]) -> Tensor:
         if place.storage not in values:
-            values[place.storage] = torch.UntypedStorage(self._bytes(place))
+            values[place.storage] = torch.UntypedStorage(self._bytes(place))  # type: ignore[no-untyped-call]
         empty = torch.empty(0, dtype=place.dtype, device=_CPU)
         return empty.set_(values[place.storage], place.offset, place.size, place.stride)
 
@@ -293,7 +289,7 @@ def materialise(module: nn.Module, deferred: Deferred, device: torch.device = _C
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # Tell FSDP2 that its parameters are others.
-            part._apply(lambda tensor: tensor, recurse=False)
+            part._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -380,6 +376,9 @@ class _Appearance(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._answers:
             return self._answers[func]
+        if str((kwargs or {}).get("device")) == "meta":
+            # As transformers' from_pretrained, which then loads a file.
+            self._deferred.refuse("it uses the meta device itself")
         if getattr(func, "__name__", "") in _READS and args[0].is_meta:
             with _disable_current_modes():
                 return func(self._deferred._value_of(args[0]), *args[1:], **(kwargs or {}))
@@ -394,10 +393,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._deferred = deferred
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "device" in kwargs and torch.device(kwargs["device"] or _CPU) == _META:
-            # As transformers' from_pretrained, which then loads a file.
-            self._deferred.refuse("it uses the meta device itself")
+        # Some constructors come here past `_Appearance`, which must not answer in this method.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.set_.source_Tensor:
             return func(*args, **kwargs)
         values = [*args, *(kwargs.get(each.name) for each in func._schema.arguments[len(args) :])]
@@ -412,14 +412,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._deferred.refuse(f"{_name(func)} changes a tensor from outside the factory")
         places = [self._deferred._place(each) for each in written]
         # Before the call, which may change the shape of its argument.
-        recorded = tree_map(self._recorded, (args, kwargs))
-        on_meta = tree_map(_on_meta, (args, kwargs))
+        recorded, options = tree_map(self._recorded, (args, kwargs))
+        on_meta, meta_options = tree_map(_on_meta, (args, kwargs))
         makes = not any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs)))
         if "device" in kwargs or (makes and any(each.name == "device" for each in func._schema.arguments)):
-            on_meta[1]["device"], recorded[1]["device"] = _META, _CPU
-        returned = func(*on_meta[0], **on_meta[1])
+            meta_options["device"], options["device"] = _META, _CPU
+        returned = func(*on_meta, **meta_options)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        self._deferred._record(func, *recorded, places, returned, random)
+        self._deferred._record(func, recorded, options, places, returned, random)
         return returned
 
     def _recorded(self, each: Any) -> Any:

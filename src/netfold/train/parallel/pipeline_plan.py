@@ -82,7 +82,7 @@ def _measure(
         for name, layer in chain.layers.items():
             inputs = values
             seconds = []
-            there = contextlib.nullcontext()
+            there: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if deferred is not None:
                 there = materialised(layer, deferred, device, f"layers.{name}")
             with there:
