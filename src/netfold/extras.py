@@ -24,6 +24,7 @@ EXTRAS = {
     "pydantic": "train",
     "skimage": "train",
     "tensorboard": "train",
+    "tokenizers": "train",
     "tomli": "plan",
     "torch": "torch",
 }
