@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import driver
 import numpy as np
@@ -51,8 +51,7 @@ def read(examples: Examples) -> Iterator[tuple[list[Tensor], Tensor]]:
     for first in range(0, len(examples), 512):
         numbers = list(range(first, min(first + 512, len(examples))))
         batch = examples.batch(numbers, numbers)
-        inputs = batch.inputs.values() if isinstance(batch.inputs, dict) else batch.inputs
-        yield list(cast(Any, inputs)), batch.target
+        yield list(batch.inputs), batch.target
 
 
 def whole(examples: Examples) -> tuple[list[NDArray[Any]], NDArray[Any]]:
@@ -342,11 +341,11 @@ def baselines(names: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE
     for data_key, found in kept().items():
         if data_key in uses:
             of = {**found["weak"], **found["strong"]}
-            values = "; ".join(f"{name}: {value:.4g}" for name, value in of.items())
+            shown = "; ".join(f"{name}: {value:.4g}" for name, value in of.items())
             lines.append(
                 [", ".join(uses[data_key]), data_key, found["metric"], f"{found['train']}, {found['held_out']}"]
             )
-            lines[-1] += [values, f"{found['seconds']:.0f}"]
+            lines[-1] += [shown, f"{found['seconds']:.0f}"]
     return driver.table("recipes | data | metric | examples: train, held out | baselines | seconds", lines)
 
 
