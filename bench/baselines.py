@@ -310,7 +310,7 @@ def key(recipe: Recipe) -> str:
 
 
 def kept() -> dict[str, Any]:
-    """What was computed before, by `key`."""
+    """The values of earlier runs, by `key`."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 

@@ -312,7 +312,7 @@ def _encoded(texts: Sequence[bytes], tokenizer: Any) -> NDArray[np.uint16]:
 
 
 def _token_bytes(texts: Sequence[bytes], tokenizer: Any) -> NDArray[np.int64]:
-    """How many bytes each of these texts' tokens is."""
+    """The number of bytes of each token of these texts."""
     lengths = []
     for encoded in map(tokenizer.encode, map(_characters, texts)):
         first, end = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
