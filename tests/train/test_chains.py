@@ -155,6 +155,25 @@ def test_outputs_of_a_gpt_do_not_depend_on_later_tokens_and_those_of_a_bert_do()
         assert not torch.allclose(bert(one)[:, :5], bert(other)[:, :5])
 
 
+def test_a_classifier_has_the_embedding_and_the_blocks_of_a_bert() -> None:
+    options = {"width": 16, "heads": 2, "layers": 2, "context": 8}
+    made = make_model(Factory.model_validate({"name": "bert-classes", "classes": 5, **options}))
+    of_bert = {name: weight.shape for name, weight in chain("bert", **options).named_parameters()}
+    own = {name: weight.shape for name, weight in made.module.named_parameters()}
+    assert set(of_bert) - set(own) == {"layers.head.logits.weight"}
+    assert set(own) - set(of_bert) == {"layers.head.classes.weight", "layers.head.classes.bias"}
+    assert all(own[name] == of_bert[name] for name in set(own) & set(of_bert))
+    tokens = torch.randint(256, (3, 8))
+    logits = made.module(tokens)
+    assert logits.shape == (3, 5) and made.loss(logits, torch.arange(3)).shape == (3,)
+    # Every token counts, the last one too.
+    tokens[0, -1] = (tokens[0, -1] + 1) % 256
+    assert not torch.allclose(made.module(tokens)[0], logits[0]) and torch.equal(made.module(tokens)[1:], logits[1:])
+    assert made.tensor_plan is not None and "layers.block1.mlp.down" in made.tensor_plan("alternating", False)
+    with pytest.raises(ValueError, match=r"parallel.sequence: bert-classes takes the mean over the sequence"):
+        made.tensor_plan("alternating", True)
+
+
 def test_the_losses_of_masked_tokens_are_those_of_single_samples() -> None:
     torch.manual_seed(1)
     logits, target = torch.randn(4, 6, 9, dtype=torch.float64), torch.full((4, 6), -100)

@@ -17,6 +17,8 @@ DATASETS = {
     "masked-source": "netfold.train.data.text:masked_source",
     "photos": "netfold.train.data.super_resolution:photos",
     "source": "netfold.train.data.text:source",
+    "source-classes": "netfold.train.data.text:source_classes",
+    "source-tokens": "netfold.train.data.text:source_tokens",
     "table": "netfold.train.data.table:table",
     "tokens": "netfold.train.data.text:tokens",
 }

@@ -10,6 +10,7 @@ from netfold.train.recipe.registry import factory
 
 MODELS = {
     "bert": "netfold.train.models.transformer:bert",
+    "bert-classes": "netfold.train.models.transformer:bert_classes",
     "dlrm": "netfold.train.models.dlrm:dlrm",
     "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
