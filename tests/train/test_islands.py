@@ -41,7 +41,7 @@ def calls(rank: int, folder: Path, world: World) -> Any:
 
 
 def sites(rank: int, folder: Path, world: World) -> Any:
-    """What `_site_run` found on two sites of two ranks, and on two of one."""
+    """The results of `_site_run` on two sites of two ranks, and on two of one."""
     found = {}
     for ranks in (4, 2):
         with world(ranks) as here:

@@ -104,10 +104,9 @@ def source_classes(context: int = 128) -> Data:
             labels[part] += [label] * len(cut)
     if not all(labels):
         raise ValueError(f"data.context is {context}: one part of the files has no window of so many bytes")
-    train, held = (
-        InMemory(torch.cat(part), target=torch.tensor(classes)) for part, classes in zip(windows, labels, strict=True)
-    )
-    share = float((held.target == train.target.bincount().argmax()).double().mean())
+    of_train, of_held = (torch.tensor(classes) for classes in labels)
+    train, held = InMemory(torch.cat(windows[0]), target=of_train), InMemory(torch.cat(windows[1]), target=of_held)
+    share = float((of_held == of_train.bincount().argmax()).double().mean())
     metric = Metric("accuracy", "", "higher", _right, share, "the most frequent package")
     return Data(train, held, metric)
 
