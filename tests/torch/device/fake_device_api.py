@@ -83,6 +83,40 @@ class FakeStream:
         self.give(event)
 
 
+class FakeGate:
+    """A gate as CUDA's stream memory operations make it: the device opens it in a stream's order, or the host does."""
+
+    def __init__(self, device_api: FakeLayer) -> None:
+        self._device_api = device_api
+        self.opened = False
+        self.opening: FakeEvent | None = None
+
+    def hold(self, stream: FakeStream) -> None:
+        self._device_api.check_device("cuStreamWaitValue32")
+
+        def wait() -> Any:
+            if not self.opened and self.opening is not None:
+                self._device_api.force(self.opening.stream, self.opening.position)
+            return None if self.opened else WAITS
+
+        stream.give(wait)
+
+    def open_after(self, stream: FakeStream) -> None:
+        self._device_api.check_device("cuStreamWriteValue32")
+        if self._device_api.broken:
+            raise RuntimeError(self._device_api.broken)
+
+        def write() -> None:
+            self.opened = True
+
+        stream.give(write)
+        self.opening = stream.record_event()
+
+    def open(self) -> None:
+        assert self.opening is None, "the device's write would come after this one, and undo a later gate of the word"
+        self.opened = True
+
+
 class FakeFuture(torch.futures.Future[Any]):
     """As torch's Future with `devices`, for waiting in Python."""
 
@@ -170,6 +204,8 @@ class FakeLayer:
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
         self.pinned_left = 1 << 30
         self.takes_everything = False  # whatever tensor comes is one of the device's
+        self.has_gates = True  # streams can wait for a word of memory
+        self.gates: list[FakeGate] = []
         self.misplaced: list[str] = []  # calls from threads whose current device was another one
         self.used: set[tuple[int, str]] = set()
         self.kept: set[tuple[int, str]] = set()
@@ -348,6 +384,13 @@ class FakeLayer:
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:
         self.host.exported[handle["number"]].users -= 1
         self.host.reuse()
+
+    def new_gate(self, device: torch.device) -> FakeGate | None:
+        self.check_unsafe("cudaHostAlloc")
+        if not self.has_gates:
+            return None
+        self.gates.append(FakeGate(self))
+        return self.gates[-1]
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return FakeFuture(self)
