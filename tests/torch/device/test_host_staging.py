@@ -126,3 +126,38 @@ def only_received(group: Any, device_api: Any) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_result_is_written_after_the_callers_earlier_writes(order: Any) -> None:
     values(on_devices(only_received, SIZE, order, **SMALL))
+
+
+def on_one_storage(group: Any, device_api: Any) -> tuple[int, int]:
+    """Calls on two halves of one storage, then on bytes of both. Returns how often the pipeline was emptied."""
+    storage = device_api.tensor(distinct(group.rank(), COUNT))
+    halves = storage[:20_000], storage[20_000:40_000]
+    group.allreduce([device_api.tensor(torch.ones(1))], reduce_options()).wait()
+    staged = group.devices._paths.staged
+    drains, drain = [0], staged.drain
+
+    def counted() -> None:
+        drains[0] += 1
+        drain()
+
+    staged.drain = counted
+    works = [group.allreduce([half], reduce_options()) for half in halves]
+    for work in works:
+        work.wait()
+    apart = drains[0]
+    works = [group.allreduce([half], reduce_options()) for half in (storage[:20_000], storage[19_990:40_000])]
+    for work in works:
+        work.wait()
+    due = total(COUNT)
+    assert torch.equal(device_api.value(storage)[:19_990], due[:19_990] * SIZE)
+    assert torch.equal(device_api.value(storage)[20_000:40_000], due[20_000:40_000] * SIZE)
+    assert torch.equal(device_api.value(storage)[19_990:20_000], due[19_990:20_000] * SIZE * SIZE)
+    assert len(staged._landing) < 5, "chunks of one result are one range"
+    return apart, drains[0] - apart
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_wait_for_each_other_only_where_their_bytes_overlap(order: Any) -> None:
+    """DDP's buckets and FSDP's parameters are views of one storage."""
+    for apart, _ in values(on_devices(on_one_storage, SIZE, order, **SMALL)):
+        assert apart == 0

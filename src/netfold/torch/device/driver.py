@@ -270,7 +270,7 @@ class DeviceDriver:
             if intra_host is not None and intra_host.takes(call):
                 staged.drain()
                 done = intra_host.run(call, [job.ready, staged.back.record_event()], job.deadline)
-                staged.copy_back(call.outputs, done)
+                staged.in_use((*call.inputs, *call.outputs), done, intra_host.stream)
                 if intra_host.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()

@@ -171,7 +171,8 @@ class _Builder:
     ) -> tuple[IntraHostPath, str]:
         group, device_api, device = self._group, self._device_api, self._device
         between = None
-        how = f"all_reduce from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
+        kinds = "all_reduce, all_gather and reduce_scatter" if sums.shares else "all_reduce"
+        how = f"{kinds} from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
             among = self._subgroup("between", members.index(group.rank), peers)
             slots = pinned.slots(device_api, int(group.options.pinned_bytes or 0), group.rank)
