@@ -225,6 +225,16 @@ def test_without_stream_memory_operations_there_are_no_gates(driver: Driver) -> 
     cuda._can_wait_for_values.cache_clear()
 
 
+def test_host_memory_is_registered_for_all_contexts_and_unregistered(driver: Driver) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert CudaApi().register(memory)
+    CudaApi().unregister(memory)
+    assert driver.calls == ["cuMemHostRegister_v2", "cuMemHostUnregister"]
+    driver.fails = "cuMemHostRegister_v2"
+    with pytest.raises(RuntimeError, match="cuMemHostRegister_v2: CUDA driver error 2"):
+        CudaApi().register(memory)
+
+
 def test_without_a_driver_library_the_capture_mode_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "libthere-is-none.so.1")
     caches = (cuda_driver._exchange, cuda_driver._library)

@@ -335,7 +335,7 @@ def overlaps(group: Any, device_api: Any) -> list[str]:
     tensor, steps = device_api.tensor(distinct(group.rank(), COUNT)), []
     group.allreduce([tensor], reduce_options()).wait()
     path = group.devices._paths.intra_host
-    begin, gather, step = path._between.begin, path._sums.gather, path._between.step
+    begin, gather, step = path.between.begin, path._sums.gather, path.between.step
 
     def noted(name: str, call: Any) -> Any:
         def run(*of: Any) -> Any:
@@ -344,7 +344,7 @@ def overlaps(group: Any, device_api: Any) -> list[str]:
 
         return run
 
-    path._between.begin, path._between.step = noted("begins", begin), noted("awaits", step)
+    path.between.begin, path.between.step = noted("begins", begin), noted("awaits", step)
     path._sums.gather = noted("gathers", gather)
     group.allreduce([tensor], reduce_options()).wait()
     device_api.value(tensor)

@@ -102,6 +102,13 @@ class CudaApi:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def register(self, memory: Tensor) -> bool:
+        # torch's copies need only the registration: they ask the driver what kind of memory an address is in.
+        return cuda_driver.register_host_memory(memory.data_ptr(), memory.nbytes)
+
+    def unregister(self, memory: Tensor) -> None:
+        cuda_driver.unregister_host_memory(memory.data_ptr())
+
     def empty(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)

@@ -127,6 +127,12 @@ class DeviceApi(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 of pinned host memory."""
 
+    def register(self, memory: Tensor) -> bool:
+        """Pin a CPU tensor's memory, until `unregister`, for copies as from `pinned`. False if the device cannot."""
+
+    def unregister(self, memory: Tensor) -> None:
+        """Undo `register`, before the memory is freed. No copy may use it any more."""
+
     def empty(self, stream: Any, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 on the stream's device. Only that stream may use it at once."""
 

@@ -27,7 +27,7 @@ from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device.chunks import Chunk, chunk_elements, count_chunks, split_into_chunks
 from netfold.torch.device.device_api import DeviceApi, Event, wait_for
-from netfold.torch.device.pinned import ALIGN_BYTES
+from netfold.torch.device.pinned import ALIGN_BYTES, Slots
 
 Tensor = torch.Tensor
 
@@ -68,13 +68,14 @@ class _Landing:
 class HostStaging:
     """The pipeline of one group and one device. Not thread-safe."""
 
-    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, slots: Slots) -> None:
         self._group = group
         self._device_api = device_api
         self._device = device
         self.out = device_api.new_stream(device)
         self.back = device_api.new_stream(device)
-        self._slots = collections.deque(Slot(memory) for memory in slots)
+        self.memory = slots
+        self._slots = collections.deque(Slot(memory) for memory in slots.memory)
         self._slot_bytes = self._slots[0].memory.numel()
         self._leaving: collections.deque[StagedChunk] = collections.deque()
         self._running: collections.deque[StagedChunk] = collections.deque()

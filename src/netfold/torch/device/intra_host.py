@@ -128,7 +128,7 @@ class IntraHostPath:
         self._device_api = device_api
         self.stream = stream
         self._sums = sums
-        self._between = between
+        self.between = between
         self.watch = watch
         self.kernels_wait = sums.kernels_wait
         # By host, then by position: the ranks of the group.
@@ -139,7 +139,7 @@ class IntraHostPath:
     @property
     def streams(self) -> list[Any]:
         """All streams that this path uses."""
-        between = self._between
+        between = self.between
         return [self.stream, *((between.out, between.back) if between is not None else ())]
 
     def release(self, *, settled: bool) -> None:
@@ -200,9 +200,9 @@ class IntraHostPath:
             sum_up = self._fixed
         local = len(self._hosts[0])
         elements = self._sums.chunk_bytes // values.element_size()
-        if self._between is not None:  # a shard in one slot
+        if self.between is not None:  # a shard in one slot
             shard = Prepared("all_reduce", outputs=[values])
-            elements = min(elements, local * self._between.elements_a_slot(shard))
+            elements = min(elements, local * self.between.elements_a_slot(shard))
         for piece in torch.split(values, _whole_blocks(elements, local)):
             yield sum_up(piece, call.reduce, deadline)
 
@@ -212,7 +212,7 @@ class IntraHostPath:
         if len(shard):
             peers = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
             yield from self._among_peers(peers, deadline)
-        elif self._between is not None:
+        elif self.between is not None:
             yield  # ranks with and without a shard advance alike
         self._sums.gather(values, slot, deadline)
 
@@ -237,7 +237,7 @@ class IntraHostPath:
 
     def _gather_chunk(self, own: Tensor, outputs: Sequence[Tensor], deadline: float) -> Iterator[None]:
         mine = [outputs[host[self._position]] for host in self._hosts]
-        if self._between is None:
+        if self.between is None:
             self._device_api.copy(self.stream, mine[0], own)
         else:
             yield from self._among_peers(Prepared("all_gather", inputs=[own], outputs=mine), deadline)
@@ -258,7 +258,7 @@ class IntraHostPath:
         shared = self._shared(parts, deadline)
         sums: Any = self._sums
         shards = [sums.reduce_part(shared, host[self._position], reduce) for host in self._hosts]
-        if self._between is None:
+        if self.between is None:
             self._device_api.copy(self.stream, output, shards[0])
             return
         dtype = DTYPE_NAMES[output.dtype]
@@ -272,14 +272,14 @@ class IntraHostPath:
 
     def _among_peers(self, call: Prepared, deadline: float) -> Iterator[None]:
         """Run a call among this rank's peers, after the stream's work so far. Yields while it is on the way."""
-        if self._between is None:
+        if self.between is None:
             return
         returned: list[Event] = []
-        self._between.begin(call, self.stream.record_event(), deadline, returned.append)
-        self._between.start()
+        self.between.begin(call, self.stream.record_event(), deadline, returned.append)
+        self.between.start()
         yield
         while not returned:
-            self._between.step()
+            self.between.step()
         self.stream.wait_event(returned[0])
 
     def _next_slot(self) -> int:
