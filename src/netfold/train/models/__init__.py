@@ -14,6 +14,8 @@ MODELS = {
     "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
     "edsr-large": "netfold.train.models.edsr:large",
+    "edsr-paper": "netfold.train.models.edsr:paper",
+    "edsr-paper-large": "netfold.train.models.edsr:paper_large",
     "gpt": "netfold.train.models.transformer:gpt",
     "hf": "netfold.train.models.hf:hf",
     "linear-stack": "netfold.train.models.linear:linear_stack",
