@@ -71,6 +71,11 @@ def test_a_model_has_the_published_number_of_parameters(asked: dict[str, object]
             torch.randint(257, (2, 8)),
             (2, 8, 257),
         ),
+        (
+            {"name": "gpt-moe", "width": 16, "heads": 2, "layers": 2, "context": 8, "experts": 3},
+            torch.randint(256, (2, 8)),
+            (2, 8, 256),
+        ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else None,
 )

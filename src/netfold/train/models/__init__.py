@@ -17,6 +17,7 @@ MODELS = {
     "edsr-paper": "netfold.train.models.edsr:paper",
     "edsr-paper-large": "netfold.train.models.edsr:paper_large",
     "gpt": "netfold.train.models.transformer:gpt",
+    "gpt-moe": "netfold.train.models.moe:gpt_moe",
     "hf": "netfold.train.models.hf:hf",
     "linear-stack": "netfold.train.models.linear:linear_stack",
     "resnet18": "netfold.train.models.resnet:resnet18",
