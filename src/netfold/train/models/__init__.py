@@ -10,6 +10,7 @@ from netfold.train.recipe.registry import factory
 
 MODELS = {
     "bert": "netfold.train.models.transformer:bert",
+    "dit": "netfold.train.models.dit:dit",
     "dlrm": "netfold.train.models.dlrm:dlrm",
     "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
