@@ -71,6 +71,8 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
     if split.pipeline > 1:
         by = "operations of matrix products, convolutions and attention" if counted else "parameters"
         notes.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
+    if recipe.parallel.experts != "replicated":
+        notes.append("memory and messages are those of experts on every rank, not divided (parallel.experts)")
     if unknown:
         notes.append(f"activations, and messages inside layers and between stages, are unknown: {unknown}")
     return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))

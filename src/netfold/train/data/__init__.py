@@ -8,6 +8,7 @@ from netfold.train.recipe.registry import factory
 
 DATASETS = {
     "class-folders": "netfold.train.data.classes:class_folders",
+    "diffusion": "netfold.train.data.diffusion:diffusion",
     "div2k": "netfold.train.data.super_resolution:div2k",
     "documents": "netfold.train.data.documents:documents",
     "fashion-mnist": "netfold.train.data.classes:fashion_mnist",

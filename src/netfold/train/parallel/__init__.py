@@ -1,7 +1,7 @@
 """Turn a whole model into this rank's part of it. One file a kind of parallelism; this module fixes their order.
 
-`tensor` and `embeddings` cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how the ranks
-that hold the same layers divide the work.
+`tensor`, `embeddings` and `experts` cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how
+the ranks that hold the same layers divide the work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from netfold.train.data.examples import Batch, Examples
 from netfold.train.models.deferred import Deferred
 from netfold.train.models.model import Model, Replica, at_least_f32, blocks_of
-from netfold.train.parallel import embeddings, tensor
+from netfold.train.parallel import embeddings, experts, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.blocks import compile_blocks, recompute
 from netfold.train.parallel.data_parallel import (
@@ -45,6 +45,7 @@ def parallelise(
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     tensor.cut(model, recipe.parallel, mesh)
     embeddings.shard_embeddings(model, recipe, mesh)
+    experts.shard_experts(model, recipe, mesh)
     plan = Plan(model, recipe, mesh, examples, deferred) if mesh.pipeline.size > 1 else None
     blocks = list(blocks_of(model).values()) or [model.module]
     if recipe.training.recompute != "none":

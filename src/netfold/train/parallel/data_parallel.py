@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.models.deferred import Deferred, materialise
 from netfold.train.models.model import tied_names
-from netfold.train.parallel.embeddings import own_parameters
 from netfold.train.parallel.mesh import Mesh, all_reduce_together
-from netfold.train.parallel.precision import Precision, keeps_statistics
+from netfold.train.parallel.owned import own_parameters
+from netfold.train.parallel.precision import Precision, needs_f32
 from netfold.train.parallel.shards import local
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.split import SPLIT_BACKWARD
@@ -147,9 +147,9 @@ def _shard(
     # A weight that blocks share must not be cut twice: the module itself cuts it.
     shared = {module.get_parameter(names[0]) for names in tied_names(module)}
     alone = [block for block in blocks if not shared.intersection(block.parameters())]
-    # From the inside out. Batch norm computes with f32 weights, whatever the type of its input.
-    norms = [part for part in module.modules() if keeps_statistics(part)] if precision.name != "f32" else []
-    policies = dict.fromkeys([*norms, *alone, module], precision.policy())
-    policies.update(dict.fromkeys(norms, MixedPrecisionPolicy(cast_forward_inputs=False)))
+    # From the inside out.
+    exact = [part for part in module.modules() if needs_f32(part)] if precision.name != "f32" else []
+    policies = dict.fromkeys([*exact, *alone, module], precision.policy())
+    policies.update(dict.fromkeys(exact, MixedPrecisionPolicy(cast_forward_inputs=False)))
     for part, policy in policies.items():
         fully_shard(part, mesh=mesh.fsdp_mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=apart)

@@ -137,6 +137,8 @@ class Parallel(Section):
     """Cut activations along the sequence between the layers that `tensor` cuts."""
     embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
     """Embedding tables on every rank, divided among the data-parallel ranks as whole tables, or each cut by rows."""
+    experts: Literal["replicated", "sharded"] = "replicated"
+    """Experts (gpt-moe) on every rank, or divided among the data-parallel ranks, which then exchange tokens."""
 
 
 class DiLoCo(Section):
@@ -296,6 +298,9 @@ class Recipe(Section):
             if is_split and parallel.embeddings != "replicated":
                 advice = "the schedule averages all gradients, and tables have one owner; take 'interleaved'"
                 yield "parallel.schedule", "parallel.embeddings", advice
+            if is_split and parallel.experts != "replicated":
+                advice = "the schedule averages all gradients, and experts have one owner; take 'interleaved'"
+                yield "parallel.schedule", "parallel.experts", advice
             if schedule == "zero-bubble-v" and parallel.interleave != 2:
                 yield "parallel.interleave", "parallel.schedule", "it needs 2; leave it out, or take 'zero-bubble'"
             if schedule == "1f1b" and microbatches is not None and microbatches < ranks:
@@ -316,6 +321,7 @@ class Recipe(Section):
                 ("parallel.zero", 0),
                 ("parallel.batch_norm", 1),
                 ("parallel.embeddings", "replicated"),
+                ("parallel.experts", "replicated"),
                 ("training.precision", "f32"),
             ):
                 if attrgetter(key)(self) != only:
