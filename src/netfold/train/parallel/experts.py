@@ -82,9 +82,6 @@ class ShardedExperts(Owned):
         self._runs = [end - first for first, end in itertools.pairwise(bounds)]
         held = names[bounds[axis.rank] : bounds[axis.rank + 1]]
         self.experts = nn.ModuleDict({name: whole.experts[name] for name in held})
-        for parameter in self.parameters():
-            # Each rank's loss is the mean over its share. Owners add up the gradients, which must become their mean.
-            parameter.register_hook(lambda gradient: gradient / axis.size)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """As `Experts`."""
@@ -92,10 +89,18 @@ class ShardedExperts(Owned):
         order = chosen.argsort(stable=True)
         leaving = chosen.bincount(minlength=sum(self._runs))
         # Of each rank, the numbers of tokens for each of this rank's experts: [ranks, held].
-        arriving = all_to_all_single(leaving, [held] * self._axis.size, self._runs, group).view(-1, held)
+        arriving = all_to_all_single(leaving, [held] * self._axis.size, self._runs, group).view(self._axis.size, held)
         out, back = [int(part.sum()) for part in leaving.split(self._runs)], arriving.sum(1).tolist()  # type: ignore[no-untyped-call]
         arrived = all_to_all_single(tokens[order], back, out, group)
-        found = all_to_all_single(self._computed(arrived, arriving), out, back, group)
+        computed = self._computed(arrived, arriving)
+        # Each rank's loss is the mean over its share. Owners add up the weights' gradients, which must become their
+        # mean; those of the tokens go back to their ranks as they are. The hooks are not the parameters' own, because a
+        # model gets its values, as new parameters, after it was cut.
+        ranks = self._axis.size
+        for tensor, factor in ((computed, 1 / ranks), (arrived, float(ranks))):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, by=factor: gradient * by)  # type: ignore[no-untyped-call]
+        found = all_to_all_single(computed, out, back, group)
         return found[order.argsort()]
 
     def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
