@@ -8,6 +8,7 @@ from netfold.train.recipe.registry import factory
 
 DATASETS = {
     "class-folders": "netfold.train.data.classes:class_folders",
+    "coins": "netfold.train.data.instances:coins",
     "diffusion": "netfold.train.data.diffusion:diffusion",
     "div2k": "netfold.train.data.super_resolution:div2k",
     "documents": "netfold.train.data.documents:documents",
@@ -17,6 +18,7 @@ DATASETS = {
     "masked-documents": "netfold.train.data.documents:masked_documents",
     "masked-source": "netfold.train.data.text:masked_source",
     "photos": "netfold.train.data.super_resolution:photos",
+    "shapes": "netfold.train.data.instances:shapes",
     "source": "netfold.train.data.text:source",
     "source-classes": "netfold.train.data.text:source_classes",
     "source-tokens": "netfold.train.data.text:source_tokens",

@@ -22,6 +22,7 @@ MODELS = {
     "gpt-moe": "netfold.train.models.moe:gpt_moe",
     "hf": "netfold.train.models.hf:hf",
     "linear-stack": "netfold.train.models.linear:linear_stack",
+    "mask-rcnn": "netfold.train.models.mask_rcnn:mask_rcnn",
     "resnet18": "netfold.train.models.resnet:resnet18",
     "resnet50": "netfold.train.models.resnet:resnet50",
 }

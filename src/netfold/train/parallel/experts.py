@@ -35,7 +35,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(self.experts)).tolist()
-        parts = zip(self.experts.values(), tokens[order].split(counts), strict=True)  # type: ignore[no-untyped-call]
+        parts = zip(self.experts.values(), torch.split(tokens[order], counts), strict=True)
         return torch.cat([expert(part) for expert, part in parts])[order.argsort()]
 
 
@@ -90,7 +90,7 @@ class ShardedExperts(Owned):
         leaving = chosen.bincount(minlength=sum(self._runs))
         # Of each rank, the numbers of tokens for each of this rank's experts: [ranks, held].
         arriving = all_to_all_single(leaving, [held] * self._axis.size, self._runs, group).view(self._axis.size, held)
-        out, back = [int(part.sum()) for part in leaving.split(self._runs)], arriving.sum(1).tolist()  # type: ignore[no-untyped-call]
+        out, back = [int(part.sum()) for part in torch.split(leaving, self._runs)], arriving.sum(1).tolist()
         arrived = all_to_all_single(tokens[order], back, out, group)
         computed = self._computed(arrived, arriving)
         # Each rank's loss is the mean over its share. Owners add up the weights' gradients, which must become their
@@ -105,12 +105,14 @@ class ShardedExperts(Owned):
 
     def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """tokens: sorted by the rank they came from, then by expert, as `counts` [ranks, held] says."""
+        if not len(self.experts):
+            # A rank without experts takes part in the exchanges only.
+            return tokens
         numbers = torch.arange(counts.shape[1], device=tokens.device).repeat(len(counts))
         order = numbers.repeat_interleave(counts.flatten()).argsort(stable=True)
-        parts = zip(self.experts.values(), tokens[order].split(counts.sum(0).tolist()), strict=True)  # type: ignore[no-untyped-call]
-        weight = next(self.parameters(), tokens)
+        parts = zip(self.experts.values(), torch.split(tokens[order], counts.sum(0).tolist()), strict=True)
+        weight = next(self.parameters())
         # FSDP2 lowers the tokens' type, and not that of weights that are left to their owner.
         with torch.autocast(tokens.device.type, tokens.dtype, enabled=tokens.dtype != weight.dtype):
             found = [expert(part) for expert, part in parts]
-        # A rank without experts must take part in the exchange of gradients too.
-        return torch.cat(found)[order.argsort()] if found else tokens[:0]
+        return torch.cat(found)[order.argsort()]
