@@ -312,7 +312,7 @@ def advance_in_turn(chunks: Iterable[Iterator[None]]) -> None:
 
 
 def _signature(call: Prepared, elements: int) -> str:
-    """What must be the same on all ranks."""
+    """Values that must be the same on all ranks."""
     reduce = "" if call.kind == "all_gather" else f" by {'mean' if call.average else call.reduce}"
     return f"{call.kind} of {elements} {call.dtype}{reduce}"
 
