@@ -112,7 +112,7 @@ UV_COMPILE := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.
   --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
 lock: $(VENV)/.tools ## write both lock files anew, with what pyproject.toml changed (LOCK=--upgrade: all at their newest)
 	@$(UV_COMPILE) --no-emit-package torch -c constraints.txt \
-	  $(addprefix --extra ,torch train demo plan dev bench) $(LOCK) pyproject.toml -o requirements-dev.txt
+	  $(addprefix --extra ,torch train hf demo plan dev bench) $(LOCK) pyproject.toml -o requirements-dev.txt
 	@$(UV_COMPILE) $(LOCK) packaging/requirements.in -o packaging/requirements.txt
 
 check: build ## formats, lints, types, import rules, workflows, spelling; warns about long sentences

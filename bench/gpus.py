@@ -1,146 +1,271 @@
-"""GPUs' memory: what CUDA IPC brings on one GPU, and training over netfold, NCCL and gloo. Needs a GPU:
+"""Everything that a machine with a GPU can show, in less than ten minutes and without a network:
 
-    python bench/gpus.py      # by a Python whose torch has CUDA
+    python bench/gpus.py --output FOLDER      # by a Python whose torch has CUDA, with netfold and pytest
 
-all_reduce of 64 MB between two processes on one GPU, by IPC and staged through pinned host memory; the slowest rank's
-time from a synchronised start to a synchronised end; every result is checked. Then DDP steps of ResNet-50 and EDSR (the
-paper's large one), one rank per GPU, or two ranks where there is one GPU: over netfold, NCCL and gloo. The table has a
-sentence for a side that cannot run (NCCL takes one rank per GPU). Without a GPU nothing is written, and the exit code
-is 2.
+The parts: whether two processes reach each other's GPU memory, and the other tests of `make test-cuda`; IPC against
+staged copies between two processes on one GPU; DDP steps over netfold, NCCL and gloo; two processes on one GPU in two
+network namespaces with a shaped link, which needs root; `netfold train` on the recipes of EDSR, ResNet-50 and GPT for a
+minute each. Each part is a process of its own with a time limit. If a part fails or is late, the next one runs all the
+same, and the page names it.
+
+Writes FOLDER/gpus.md, also after each part, and FOLDER/logs, the output of each part. The exit code is 0 if all parts
+were done, 1 if a part failed, and 2 if a part was not run (no GPU, no root) and none failed.
+
+    python bench/gpus.py --device cpu         # tries the script itself on the CPU
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Any
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-import driver
-import torch
-import torch.distributed as dist
-from driver import Place, Rank, cell, take_turns
+import typer
 
-import netfold
-import netfold.torch
-from netfold.bench.spread import paired_ratios
+from netfold.bench.machine import describe_machine, describe_versions, in_words
+from netfold.bench.table import markdown
 
-ALL_REDUCE_BYTES = 64 << 20
-PATHS = {"IPC": "auto", "staged": "off"}
-SIDES = ("netfold", "nccl", "gloo")
-# Samples a rank and step, and their shape.
-MODELS = {"ResNet-50": (32, (3, 224, 224)), "EDSR": (4, (3, 48, 48))}
-
-
-def reduce(me: Rank) -> None:
-    """A rank on GPU 0. An order: the seconds of an all_reduce, and the paths that the ranks report."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    with me.torch_group(pg_options=netfold.Options(intra_host="auto")):
-        groups = {
-            name: dist.new_group(backend="netfold", pg_options=netfold.Options(intra_host=inside))
-            for name, inside in PATHS.items()
-        }
-        tensor = torch.empty(ALL_REDUCE_BYTES // 4, device=device)
-
-        def call(name: str) -> None:
-            dist.all_reduce(tensor, group=groups[name])
-            torch.cuda.synchronize(device)
-
-        def run(name: str) -> tuple[float, str]:
-            tensor.fill_(me.rank + 1)
-            torch.cuda.synchronize(device)
-            (seconds,) = me.time(lambda: call(name))
-            assert bool(tensor.eq(me.size * (me.size + 1) / 2).all()), f"{name}: a wrong sum"
-            return seconds, netfold.torch.device_paths(groups["IPC"])
-
-        me.serve(run)
+ROOT = Path(__file__).parent.parent
+# For all parts together, of the ten minutes. The rest is for ends: a part that is late gets `_GRACE_S` to end.
+TOTAL_S = 570.0
+_GRACE_S = 10.0
+RECIPE_S = 60.0
+# Loading data, models and CUDA, and saving at the end.
+_RECIPE_MORE_S = 30.0
+RECIPES = ("edsr-large", "resnet50", "gpt")
+# Enough that a minute never ends them.
+_STEPS = 10_000_000
+_INTERRUPTED = 75  # netfold train's exit code after SIGTERM
+_NOT_RUN = 2
 
 
-def train(me: Rank) -> None:
-    """A rank on a GPU of its own where possible. An order: the seconds of a step, or why there are none."""
-    from torch.nn.parallel import DistributedDataParallel
+@dataclass(frozen=True)
+class Outcome:
+    """A part's end. verdict: "done", "failed", or "not run". text: Markdown."""
 
-    from netfold.train.models import edsr, resnet
+    verdict: str
+    text: str
 
-    made: dict[str, Any] = {
-        "ResNet-50": lambda: resnet.resnet50(classes=1000),
-        "EDSR": lambda: edsr.large(scale=2),
-    }
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", me.rank % gpus)
-    torch.cuda.set_device(device)
-    with me.torch_group():
-        groups: dict[str, Any] = {"netfold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-        refused = ""
-        if not dist.is_nccl_available():
-            refused = "this torch has no NCCL"
-        elif gpus < me.size:
-            refused = f"NCCL takes one rank per GPU; here are {me.size} ranks on {gpus}"
+
+@dataclass(frozen=True)
+class Part:
+    """A part: its name, the seconds that it may take, and what runs it within the seconds that are left."""
+
+    name: str
+    limit_s: float
+    run: Callable[[Path, float], Outcome]
+
+
+def main(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder for gpus.md and logs.")] = Path(
+        "bench/results"
+    ),
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
+    only: Annotated[str, typer.Option(help="Parts whose names begin with one of these words, by comma.")] = "",
+    recipe_s: Annotated[float, typer.Option(help="Seconds of each recipe.")] = RECIPE_S,
+) -> None:
+    began, results = time.monotonic(), list[tuple[Part, Outcome, float]]()
+    (output / "logs").mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()[0]
+    parts = [part for part in _parts(device, recipe_s) if part.name.startswith(tuple(only.split(",")))]
+    for part in parts:
+        left_s = TOTAL_S - (time.monotonic() - began)
+        limit_s, part_began = min(part.limit_s, left_s), time.monotonic()
+        print(f"{part.name}: at most {max(0.0, limit_s):.0f} s", flush=True)
+        if limit_s < 1.0:
+            outcome = Outcome("not run", f"The {TOTAL_S:.0f} s of all parts were over.")
         else:
-            groups["nccl"] = dist.new_group(backend="nccl")
-        prepared: dict[tuple[str, str], Any] = {}
-
-        def steps_of(model: str, side: str, steps: int) -> None:
-            if (model, side) not in prepared:
-                samples, shape = MODELS[model]
-                torch.manual_seed(me.rank)
-                inputs = torch.rand(samples, *shape, device=device)
-                torch.manual_seed(1)
-                ddp = DistributedDataParallel(made[model]().module.to(device), process_group=groups[side])
-                prepared[model, side] = ddp, torch.optim.SGD(ddp.parameters(), lr=1e-4), inputs
-                torch.cuda.synchronize(device)
-            ddp, optimizer, inputs = prepared[model, side]
-            for _ in range(steps):
-                optimizer.zero_grad(set_to_none=False)
-                ddp(inputs).square().mean().backward()
-                optimizer.step()
-            torch.cuda.synchronize(device)
-
-        def run(model: str, side: str, steps: int) -> float | str:
-            if side == "nccl" and refused:
-                return refused
-            return me.time(lambda: steps_of(model, side, steps))[0] / steps
-
-        me.serve(run)
+            try:
+                outcome = part.run(output / "logs", limit_s)
+            except Exception as error:
+                outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        results.append((part, outcome, time.monotonic() - part_began))
+        print(f"{part.name}: {outcome.verdict}", flush=True)
+        page = _page(device, load, results, len(parts), time.monotonic() - began)
+        (output / "gpus.md").write_text(page)
+    verdicts = {outcome.verdict for _, outcome, _ in results}
+    raise SystemExit(1 if "failed" in verdicts else _NOT_RUN if "not run" in verdicts else 0)
 
 
-def gpus(rounds: int = 15, steps: int = 10) -> str:
-    """IPC against staged copies, and training over netfold, NCCL and gloo"""
-    if not torch.cuda.is_available():
-        print("no GPU: torch finds no CUDA device here; nothing was measured")
-        raise SystemExit(2)
-    with driver.ranks_at(Place(2), reduce, deadline_s=1800) as ranks:
-        reduced = take_turns(list(PATHS), rounds, ranks.ask, warmups=2)
-    report = reduced["IPC"][0][0][1]
-    seconds = {name: [max(took for took, _ in answers) for answers in of] for name, of in reduced.items()}
-    rows = []
-    for name, took in seconds.items():
-        if name == "IPC" and "IPC disabled" in report:
-            rows.append(["IPC", "not done: see what the ranks report", ""])
-        else:
-            rows.append([name, cell(took, ".4g", 1e3), cell(paired_ratios(seconds["staged"], took), ".4g")])
-    size = max(2, torch.cuda.device_count())
-    trained = []
-    with driver.ranks_at(Place(size), train, deadline_s=1800) as ranks:
-        for model in MODELS:
-            found = take_turns(SIDES, rounds, lambda side, model=model: max(ranks.ask(model, side, steps)))  # type: ignore[misc]
-            for side, took in found.items():
-                if isinstance(took[0], str):
-                    trained.append([model, side, took[0], ""])
-                else:
-                    ratios = paired_ratios(found["netfold"], took)
-                    trained.append([model, side, cell(took, ".4g", 1e3), cell(ratios, ".4g")])
-    batches = ", ".join(f"{name} {count} x {'x'.join(map(str, shape))}" for name, (count, shape) in MODELS.items())
-    return f"""all_reduce of {ALL_REDUCE_BYTES >> 20} MB of f32 between two processes on one GPU. The ranks report:
-{report}.
+def _parts(device: str, recipe_s: float) -> Iterator[Part]:
+    chosen = ["--device", device]
+    tests = ["tests/torch/device/test_cuda.py", "tests/train/test_train_cuda.py"]
+    yield Part("selftest", 40.0, _selftest)
+    yield Part("tests", 140.0, lambda logs, limit_s: _tests(logs, limit_s, tests))
+    yield Part("paths on one GPU", 45.0, lambda logs, limit_s: _measure(logs, limit_s, "paths", []))
+    yield Part("DDP steps", 100.0, lambda logs, limit_s: _measure(logs, limit_s, "steps", [*chosen, *_small(device)]))
+    yield Part("link", 45.0, lambda logs, limit_s: _measure(logs, limit_s, "between-hosts", chosen, root=True))
+    for name in RECIPES:
+        yield Part(
+            f"recipe {name}",
+            recipe_s + _RECIPE_MORE_S,
+            lambda logs, limit_s, name=name: _recipe(logs, limit_s, name, device, recipe_s),  # type: ignore[misc]
+        )
 
-{driver.table("path | ms | staged's time over it", rows)}
 
-DDP, {size} ranks on {min(size, torch.cuda.device_count())} GPU(s): milliseconds of a step, the slowest rank's. A round
-of training is {steps} steps. Batches a rank: {batches}. {torch.cuda.get_device_name(0)}, torch {version("torch")}, CUDA
-{torch.version.cuda}.
+def _small(device: str) -> list[str]:
+    """A CPU takes seconds for a step of ResNet-50: enough to see that the script works."""
+    return [] if device == "cuda" else ["--rounds", "1", "--steps", "1", "--models", "ResNet-50"]
 
-{driver.table("model | side | ms | netfold's time over it", trained)}"""
+
+def _selftest(logs: Path, limit_s: float) -> Outcome:
+    ended, log = _bounded([sys.executable, "-m", "netfold.torch.device.selftest"], logs / "selftest.txt", limit_s)
+    if ended:
+        return _failed(ended, limit_s, log)
+    return Outcome("not run" if log.startswith("no GPU") else "done", f"```\n{log.strip()}\n```")
+
+
+def _tests(logs: Path, limit_s: float, paths: Sequence[str]) -> Outcome:
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *paths]
+    ended, log = _bounded(command, logs / "tests.txt", limit_s)
+    summary = log.strip().splitlines()[-1:] or ["no output"]
+    skipped = [line for line in log.splitlines() if line.startswith("SKIPPED")]
+    text = "\n".join([summary[0] + ".", *(f"- {line}" for line in skipped)])
+    if ended:
+        return _failed(ended, limit_s, log)
+    return Outcome("not run" if any("no GPU" in line for line in skipped) else "done", text)
+
+
+def _measure(logs: Path, limit_s: float, name: str, options: Sequence[str], *, root: bool = False) -> Outcome:
+    if root and os.geteuid() != 0:
+        return Outcome("not run", "Namespaces need root.")
+    page = logs / f"{name}.md"
+    page.unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / "bench" / "gpu_parts.py"), name, "-o", str(page), *options]
+    ended, log = _bounded(command, logs / f"{name}.txt", limit_s)
+    if ended == _NOT_RUN and "no GPU" in log:
+        return Outcome("not run", "torch finds no CUDA device here.")
+    if ended or not page.exists():
+        return _failed(ended, limit_s, log)
+    _, _, body = page.read_text().partition("\n\n")
+    return Outcome("done", f"`{shlex.join(command[1:])}`\n\n{body.strip()}")
+
+
+def _recipe(logs: Path, limit_s: float, name: str, device: str, recipe_s: float) -> Outcome:
+    """Train for `recipe_s` seconds, then ask the run to stop."""
+    with tempfile.TemporaryDirectory(prefix="netfold-gpus-") as folder:
+        settings = [f"device.kind={device}", f"training.steps={_STEPS}", f"run.folder={folder}", "run.check=false"]
+        words = ["train", "run", str(ROOT / f"examples/recipes/{name}.toml")]
+        words += [word for setting in settings for word in ("--set", setting)]
+        command = [sys.executable, "-c", "from netfold.cli import main; main()", *words]
+        ended, log = _bounded(command, logs / f"recipe-{name}.txt", limit_s, stop_after_s=min(recipe_s, limit_s))
+        if "finds no CUDA device" in log:
+            return Outcome("not run", "torch finds no CUDA device here.")
+        if ended not in (0, _INTERRUPTED):
+            return _failed(ended, limit_s, log)
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
+        lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    stepped = [line for line in lines if line["kind"] == "step"]
+    # The first steps load kernels.
+    later = stepped[len(stepped) // 4 :]
+    rates = statistics.quantiles([line["samples_per_s"] for line in later], n=20)
+    row = [
+        str(len(stepped)),
+        f"{statistics.median(line['samples_per_s'] for line in later):.4g} ({rates[0]:.4g} .. {rates[-1]:.4g})",
+        f"{stepped[0]['loss']:.4g}",
+        f"{stepped[-1]['loss']:.4g}",
+    ]
+    table = markdown(
+        ["steps", "samples a second, without the first quarter (5% .. 95%)", "first loss", "last loss"], [row]
+    )
+    return Outcome("done", f"`netfold {shlex.join(words)}`\n\n" + "\n".join(table))
+
+
+def _bounded(
+    command: Sequence[str], log: Path, limit_s: float, *, stop_after_s: float | None = None
+) -> tuple[int, str]:
+    """Run a command in a session of its own. Returns its exit code, and what it printed, which `log` keeps.
+
+    stop_after_s: then it gets SIGTERM, and until `limit_s` to end. After `limit_s` the whole session is ended, and the
+    exit code is negative.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            code = None
+            if stop_after_s is not None:
+                code = _wait(process, stop_after_s)
+                if code is None:
+                    process.terminate()
+            code = _wait(process, limit_s - (stop_after_s or 0.0)) if code is None else code
+            if code is None:
+                _signal_session(process, signal.SIGTERM)
+                _wait(process, _GRACE_S)
+        finally:
+            _signal_session(process, signal.SIGKILL)
+            ended = process.wait()
+    return (ended if code is not None else -int(signal.SIGTERM)), log.read_text(errors="replace")
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _signal_session(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _failed(ended: int, limit_s: float, log: str) -> Outcome:
+    why = f"It was not done after {limit_s:.0f} s" if ended < 0 else f"Exit code {ended}"
+    last = "\n".join(log.strip().splitlines()[-15:])
+    return Outcome("failed", f"{why}. The last lines:\n\n```\n{last}\n```")
+
+
+def _card(device: str) -> str:
+    """The cards' names and the driver's version, without a CUDA context in this process."""
+    if device != "cuda":
+        return "CPU tensors, to try the script"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20.0, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "no card: nvidia-smi does not answer"
+    return "; ".join(found.strip().splitlines()) or "no card"
+
+
+def _page(device: str, load: float, results: Sequence[tuple[Part, Outcome, float]], count: int, seconds: float) -> str:
+    from importlib.metadata import version
+
+    machine = {**describe_machine(), "cores": os.cpu_count()}
+    where = in_words(machine, (load, os.getloadavg()[0]), describe_versions({"torch": version("torch")}))
+    rows = [[part.name, outcome.verdict, f"{took:.0f} s"] for part, outcome, took in results]
+    summary = "\n".join(markdown(["part", "", "took"], rows))
+    parts = "\n\n".join(f"## {part.name}: {outcome.verdict}\n\n{outcome.text}" for part, outcome, _ in results)
+    return f"""# GPUs
+
+`{shlex.join(["bench/gpus.py", *sys.argv[1:]])}`: {len(results)} of {count} parts in {seconds:.0f} s.
+Card: {_card(device)}. {where}.
+
+{summary}
+
+{parts}
+"""
 
 
 if __name__ == "__main__":
-    driver.run(gpus)
+    app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(help=__doc__)(main)
+    app()

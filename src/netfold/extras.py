@@ -27,6 +27,7 @@ EXTRAS = {
     "safetensors": "train",
     "skimage": "train",
     "tensorboard": "train",
+    "tokenizers": "train",
     "tomli": "plan",
     "torch": "torch",
     "transformers": "hf",

@@ -69,7 +69,8 @@ class Options:
     """Sums of GPU tensors among the ranks of a host, before data leaves it. auto: through each other's GPU memory
     where all can; nccl; off: not at all, each rank goes through host memory."""
     pinned_bytes: int | None = None
-    """Pinned host memory of a group for collectives on GPU memory."""
+    """Pinned host memory of a group for collectives on GPU memory. 0: 12 MB for up to 8 ranks, then in proportion to
+    the ranks, up to 96 MB."""
     rma_min_bytes: int | None = None
     """Chunks from this size on are written directly to the other rank's memory, over a fabric that can do so
     (docs/how-to/fabric.md). 0: none."""
@@ -158,7 +159,7 @@ _DEFAULT_NUMBERS = {
     "window_bytes": 1 << 20,
     "reconnect_s": 10,
     "rejoin_s": 5,
-    "pinned_bytes": 12 << 20,
+    "pinned_bytes": 0,
     "rma_min_bytes": 64 << 10,
     "registration_cache_entries": 1024,
     "registration_cache_bytes": 4 << 30,

@@ -29,7 +29,7 @@ def test_a_field_overrides_its_variable_which_overrides_the_default() -> None:
         reconnect_s=10,
         rejoin_s=5,
         intra_host="auto",
-        pinned_bytes=12 << 20,
+        pinned_bytes=0,
         rma_min_bytes=64 << 10,
         registration_cache_entries=1024,
         registration_cache_bytes=4 << 30,

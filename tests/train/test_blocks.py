@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, values
+from safetensors.torch import load_file
 from training import TINY_GPT, changed
 
 from netfold.train import Recipe, Trainer
@@ -75,7 +76,7 @@ def test_evaluations_use_the_average_and_training_does_not(alone: None) -> None:
     assert moved
 
 
-def test_the_average_is_resumed(alone: None) -> None:
+def test_the_average_is_resumed_and_evaluated(alone: None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = Trainer(Recipe.model_validate(AVERAGED), folder=Path(folder) / "whole").fit()
         half = changed(AVERAGED, training={"steps": 2, "ema": 0.5}, schedule={"shape": "constant"})
@@ -83,6 +84,13 @@ def test_the_average_is_resumed(alone: None) -> None:
         expected = Trainer(Recipe.model_validate(rest), folder=Path(folder) / "constant").fit()
         Trainer(Recipe.model_validate(half), folder=Path(folder) / "half").fit()
         resumed = Trainer(Recipe.model_validate(rest), folder=Path(folder) / "half").fit()
+        evaluated = Trainer(Recipe.model_validate(rest), folder=Path(folder) / "half")
+        found = evaluated.evaluate(Path(folder))
+        predicted = load_file(Path(folder) / "predictions-00001-of-00001.safetensors")
+        with pytest.raises(ValueError, match="no checkpoint"):
+            Trainer(Recipe.model_validate(rest), folder=Path(folder) / "empty").evaluate()
+    assert found[evaluated.data.metric.name] == pytest.approx(resumed.metric)
+    assert len(predicted["output"]) == len(predicted["number"]) == len(evaluated.data.held_out)
     assert resumed.metric == expected.metric != whole.metric
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from netfold.train import Chain
 from netfold.train.data.resolution import bicubic
@@ -30,6 +31,8 @@ def chain(name: str, **options: object) -> Chain:
         ({"name": "edsr-large", "scale": 4}, 43_089_923),
         ({"name": "edsr-baseline"}, 1_369_859),
         ({"name": "edsr-large"}, 40_729_603),
+        ({"name": "edsr-paper", "scale": 4}, 1_517_571),
+        ({"name": "edsr-paper-large", "scale": 4}, 43_089_923),
         # torchvision's numbers.
         ({"name": "resnet18", "classes": 1000}, 11_689_512),
         ({"name": "resnet50", "classes": 1000}, 25_557_032),
@@ -54,6 +57,7 @@ def test_a_model_has_the_published_number_of_parameters(asked: dict[str, object]
             torch.rand(2, 3, 6, 7),
             (2, 3, 24, 28),
         ),
+        ({"name": "edsr-paper"}, torch.rand(2, 3, 6, 7), (2, 3, 12, 14)),
         ({"name": "resnet18", "classes": 7, "channels": 1}, torch.rand(2, 1, 28, 28), (2, 7)),
         ({"name": "resnet18", "classes": 7, "stem": "small"}, torch.rand(2, 3, 16, 16), (2, 7)),
         ({"name": "resnet50", "classes": 7}, torch.rand(2, 3, 17, 20), (2, 7)),
@@ -66,6 +70,11 @@ def test_a_model_has_the_published_number_of_parameters(asked: dict[str, object]
             {"name": "bert", "width": 16, "heads": 2, "layers": 2, "context": 8},
             torch.randint(257, (2, 8)),
             (2, 8, 257),
+        ),
+        (
+            {"name": "gpt-moe", "width": 16, "heads": 2, "layers": 2, "context": 8, "experts": 3},
+            torch.randint(256, (2, 8)),
+            (2, 8, 256),
         ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else None,
@@ -155,6 +164,25 @@ def test_outputs_of_a_gpt_do_not_depend_on_later_tokens_and_those_of_a_bert_do()
         assert not torch.allclose(bert(one)[:, :5], bert(other)[:, :5])
 
 
+def test_a_classifier_has_the_embedding_and_the_blocks_of_a_bert() -> None:
+    options = {"width": 16, "heads": 2, "layers": 2, "context": 8}
+    made = make_model(Factory.model_validate({"name": "bert-classes", "classes": 5, **options}))
+    of_bert = {name: weight.shape for name, weight in chain("bert", **options).named_parameters()}
+    own = {name: weight.shape for name, weight in made.module.named_parameters()}
+    assert set(of_bert) - set(own) == {"layers.head.logits.weight"}
+    assert set(own) - set(of_bert) == {"layers.head.classes.weight", "layers.head.classes.bias"}
+    assert all(own[name] == of_bert[name] for name in set(own) & set(of_bert))
+    tokens = torch.randint(256, (3, 8))
+    logits = made.module(tokens)
+    assert logits.shape == (3, 5) and made.loss(logits, torch.arange(3)).shape == (3,)
+    # Every token counts, the last one too.
+    tokens[0, -1] = (tokens[0, -1] + 1) % 256
+    assert not torch.allclose(made.module(tokens)[0], logits[0]) and torch.equal(made.module(tokens)[1:], logits[1:])
+    assert made.tensor_plan is not None and "layers.block1.mlp.down" in made.tensor_plan("alternating", False)
+    with pytest.raises(ValueError, match=r"parallel.sequence: bert-classes takes the mean over the sequence"):
+        made.tensor_plan("alternating", True)
+
+
 def test_the_losses_of_masked_tokens_are_those_of_single_samples() -> None:
     torch.manual_seed(1)
     logits, target = torch.randn(4, 6, 9, dtype=torch.float64), torch.full((4, 6), -100)
@@ -178,3 +206,19 @@ def test_the_losses_of_masked_tokens_are_those_of_single_samples() -> None:
 def test_an_error_of_an_option_names_it(asked: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):
         make_model(Factory.model_validate(asked))
+
+
+def test_the_papers_edsr_takes_the_mean_colour_off_and_adds_it_again() -> None:
+    module, low = chain("edsr-paper"), torch.rand(2, 3, 6, 7)
+    weights = dict(module.named_parameters())
+    mean = torch.tensor([0.4488, 0.4371, 0.4040]).view(3, 1, 1)
+
+    def conv(x: Tensor, name: str) -> Tensor:
+        return functional.conv2d(x, weights[f"layers.{name}.weight"], weights[f"layers.{name}.bias"], padding=1)
+
+    head = x = conv(low - mean, "head.conv")
+    for number in range(16):
+        x = x + conv(conv(x, f"block{number}.first").relu(), f"block{number}.second")
+    large = functional.pixel_shuffle(conv(head + conv(x, "tail.body"), "tail.upsample.0"), 2)
+    torch.testing.assert_close(module(low), mean + conv(large, "tail.last"))
+    assert module.layers["block0"].second.bias.abs().max() > 0, "torch's own initial weights"

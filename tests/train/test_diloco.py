@@ -12,6 +12,9 @@ from training import TINY_GPT, changed
 
 SHAPES = {"first": (3, 4), "second": (5,), "third": (2, 2, 2)}
 STEPS, EVERY = 6, 3
+# Rounds of 5 steps: each parameter is a fragment, sent after step 2, 3 or 4, and merged one step later.
+STREAMED_STEPS, STREAMED = 13, {"every": 5, "lr": 0.7, "momentum": 0.9, "fragments": 3, "overlap": 1}
+SENT_AFTER = {"first": 2, "second": 3, "third": 4}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,66 @@ def test_the_outer_step_is_nesterov_momentum(found: list[dict[str, Any]], lr: fl
             np.testing.assert_allclose(rank["twin"][lr, momentum][name], start, rtol=0, atol=1e-6)
 
 
+def test_fragments_are_cut_by_bytes() -> None:
+    import torch
+
+    from netfold.train.parallel.diloco import in_fragments
+
+    weights = [torch.empty(size) for size in (4, 4, 8, 0, 15, 1)]
+    assert [[len(each) for each in part] for part in in_fragments(weights, 2)] == [[4, 4, 8, 0], [15, 1]]
+    assert [[len(each) for each in part] for part in in_fragments(weights[2:3], 3)] == [[], [8], []]
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16", "i8"])
+def test_a_fragment_is_merged_after_its_overlap_and_keeps_the_steps_since(
+    found: list[dict[str, Any]], wire: str
+) -> None:
+    """Against NumPy: two rounds of 5 steps, and one of 3 that the end of the run cuts short."""
+    for name, shape in SHAPES.items():
+        outer, velocity, waiting = _start(name, 0), np.zeros(shape), None
+        weights = [outer.copy() for _ in range(2)]
+        outers = []
+        # The end of the run merges what is under way.
+        for step in range(STREAMED_STEPS + 1):
+            place = step % 5 + 1
+            if step < STREAMED_STEPS:
+                weights = [w + _moved(name, rank, step) for rank, w in enumerate(weights)]
+            if waiting is not None:
+                gradient, sent = waiting
+                velocity = 0.9 * velocity + gradient
+                outer = outer - 0.7 * (gradient + 0.9 * velocity)
+                weights, waiting = [w + outer - at for w, at in zip(weights, sent, strict=True)], None
+            if place == SENT_AFTER[name]:
+                waiting = outer - np.mean(weights, axis=0), weights
+            if place == 5:
+                outers.append(outer)
+        mean = np.mean(weights, axis=0)
+        for rank in found:
+            seen = rank["streamed"][wire]
+            # A change is a sum of up to 5 normal numbers, at most 10 here. bf16 is exact to 2^-8 of it. i8 is exact to
+            # 10/63 a rank, enters twice with momentum (0.7 x 1.9), and again in later rounds.
+            allowed = {"f32": 1e-5, "bf16": 0.2, "i8": 1.0}[wire] if name != "second" else 1e-5
+            for ours, due in zip(seen["common"][name], outers, strict=True):
+                np.testing.assert_allclose(ours, due, rtol=0, atol=allowed)
+            np.testing.assert_allclose(seen["last"][name], mean, rtol=0, atol=allowed)
+            # "second" is f64, which no wire format changes.
+            if wire != "f32" and name != "second":
+                assert np.abs(seen["last"][name] - mean).max() > 1e-5, "no number was rounded"
+    first, second = (rank["streamed"][wire] for rank in found)
+    assert first["between"] == second["between"] == [False] * 4 + [True] + [False] * 4 + [True] + [False] * 3
+    for name in SHAPES:
+        assert np.array_equal(first["common"][name], second["common"][name])
+        assert np.array_equal(first["last"][name], second["last"][name])
+        assert not np.array_equal(first["own"][name], second["own"][name]), "sites are ahead by their own steps"
+
+
+def test_what_i8_rounds_off_is_sent_in_the_next_round(found: list[dict[str, Any]]) -> None:
+    """The sum of the changes of 40 rounds is right to one unit. Rounded alone, they would drift."""
+    for rank in found:
+        sums, unit = rank["fed back"]
+        assert np.abs(sums).max() <= 2 * unit
+
+
 def test_checkpoints_are_written_only_at_ends_of_rounds(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["between rounds"] == [False, False, True] * 2
@@ -131,13 +194,13 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from netfold.train.parallel.mesh import Mesh
-    from netfold.train.recipe import Parallel
+    from netfold.train.recipe import DiLoCo, Parallel
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         recipe = changed(TINY_GPT, training={"steps": 8}, parallel={"data": 2})
-        mesh = Mesh(Parallel(data=2))
+        mesh = Mesh(Parallel(data=2), diloco=DiLoCo(every=EVERY))
         return {
             "plain": _fitted(recipe),
             "every 1": _fitted({**recipe, "diloco": {"every": 1, "lr": 1.0, "momentum": 0.0}}),
@@ -154,6 +217,8 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
             ),
             "model_bytes": _model_bytes(recipe),
             "twin": {(lr, momentum): _twin(mesh, lr, momentum) for lr, momentum in ((0.7, 0.9), (1.0, 0.0))},
+            "streamed": {wire: _streamed(mesh, wire) for wire in ("f32", "bf16", "i8")},
+            "fed back": _fed_back(mesh),
             "between rounds": _between_rounds(mesh),
             "buffers": _buffers(mesh),
             "resumed": _resumed(mesh),
@@ -233,7 +298,7 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
     rounds = diloco.DiLoCoRounds(
         Held(held),
         DiLoCo(every=EVERY, lr=lr, momentum=momentum),
-        mesh.data,
+        mesh,
     )
     with torch.no_grad():
         for step in range(STEPS):
@@ -242,6 +307,60 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
             rounds.end_step(step + 1)
     diloco.BUFFER_BYTES = whole
     return {name: local(w).detach().numpy() for name, w in held.items()}
+
+
+def _streamed(mesh: Any, wire: str) -> dict[str, Any]:
+    """The outer weights after each round, a site's own weights before the last step, and all weights at the end."""
+    import torch
+
+    from netfold.train.parallel.diloco import DiLoCoRounds
+    from netfold.train.parallel.shards import local
+    from netfold.train.recipe import DiLoCo
+
+    held = _parameters(mesh)
+    rounds = DiLoCoRounds(Held(held), DiLoCo(**STREAMED, wire=wire), mesh)
+
+    def seen() -> dict[str, Any]:
+        return {name: local(w).detach().clone().numpy() for name, w in held.items()}
+
+    common, between, own = [], [], {}
+    for step in range(STREAMED_STEPS):
+        with torch.no_grad():
+            for name, w in held.items():
+                local(w).add_(torch.tensor(_moved(name, mesh.data.rank, step)))
+        own = seen()
+        rounds.end_step(step + 1)
+        between.append(rounds.between)
+        if rounds.between:
+            before = seen()
+            with rounds.common():
+                common.append(seen())
+            assert all(np.array_equal(before[name], each) for name, each in seen().items())
+    rounds.finish()
+    return {
+        "common": {name: [each[name] for each in common] for name in held},
+        "between": between,
+        "own": own,
+        "last": seen(),
+    }
+
+
+def _fed_back(mesh: Any) -> tuple[Any, float]:
+    """The error of weights after 40 rounds of models averaged in i8, and a unit of the last place of a round."""
+    import torch
+
+    from netfold.train.parallel.diloco import DiLoCoRounds
+    from netfold.train.recipe import DiLoCo
+
+    w = torch.nn.Parameter(torch.zeros(128))
+    rounds = DiLoCoRounds(Held({"w": w}), DiLoCo(every=1, lr=1.0, momentum=0.0, wire="i8"), mesh)
+    change = torch.linspace(0.1, 1.0, 128)
+    for number in range(40):
+        with torch.no_grad():
+            w += change
+        rounds.end_step(number + 1)
+    # Two ranks: 63 levels to either side; with what is left of the round before, a change is below 1 + 2/63.
+    return (w.detach() - 40 * change).numpy(), 1.04 / 63
 
 
 def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -290,7 +409,7 @@ def _buffers(mesh: Any) -> dict[str, Any]:
     from netfold.train.recipe import DiLoCo
 
     norm = torch.nn.BatchNorm1d(2)
-    rounds = DiLoCoRounds(Held(dict(norm.named_parameters()), (norm,)), DiLoCo(every=1), mesh.data)
+    rounds = DiLoCoRounds(Held(dict(norm.named_parameters()), (norm,)), DiLoCo(every=1), mesh)
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     norm.running_mean.copy_(torch.tensor([1.0, 10.0]) * (mesh.data.rank + 1))
     norm.num_batches_tracked.fill_(7)

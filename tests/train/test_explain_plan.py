@@ -61,6 +61,10 @@ def test_bytes_per_parameter_equal_those_of_ddp_and_fsdp2() -> None:
     assert a_parameter(recipe(optimizer={"name": "sgd"}), 1).optimizer == 4
     assert a_parameter(recipe(optimizer={"name": "sgd", "momentum": 0.0}), 1).optimizer == 0
     assert a_parameter(recipe(diloco={"every": 5}), 1).optimizer == 8 + 8
+    # One fragment of two is under way, twice; every rank is a site, and holds all its rounding errors.
+    streaming = {"every": 5, "fragments": 2, "overlap": 1, "wire": "i8"}
+    assert a_parameter(recipe(diloco=streaming), 4).optimizer == 8 + 8 + 4 + 4
+    assert a_parameter(recipe(diloco={**streaming, "overlap": 3, "sites": 2}), 4).optimizer == 8 + 8 + 8 + 2
     # bench/results/train_memory.md: the larger of the bytes between steps, and at the end of a forward pass.
     for data, zero, measured in ((2, 1, 8), (2, 2, 8), (2, 3, 8), (4, 2, 5), (4, 3, 4)):
         asked = recipe(training={"precision": "bf16"}, optimizer={"name": "adamw"}, parallel={"zero": zero})
@@ -150,6 +154,7 @@ def test_interleaved_stages_send_around_the_ring_of_ranks() -> None:
         # Buckets of 64 bytes: the last layer and the one before it, then the first layer.
         ({"parallel": {"bucket_mb": 64 / 2**20}}, [("all_reduce", 2, 180)]),
         ({"diloco": {"every": 10}}, [("all_reduce", 1, 180)]),
+        ({"diloco": {"every": 10, "fragments": 2, "overlap": 3}}, [("all_reduce", 2, 180)]),
     ],
 )
 def test_ranks_with_the_same_layers_exchange_gradients(
@@ -160,6 +165,19 @@ def test_ranks_with_the_same_layers_exchange_gradients(
     found = [each for each in place.traffic if each.axis == "data"]
     assert [(each.operation, each.calls, each.bytes) for each in found] == expected
     assert all(each.every == (10 if "diloco" in sections else 1) for each in found)
+
+
+def test_the_ranks_of_a_site_average_gradients_and_exchange_a_part_each() -> None:
+    (place,) = plan(4, parallel={"data": 4}, diloco={"every": 10, "sites": 2}).places
+    found = [each for each in place.traffic if each.axis == "data"]
+    # 45 numbers: 23 for each of two ranks.
+    assert [(each.operation, each.ranks, each.calls, each.bytes, each.every) for each in found] == [
+        ("all_reduce", 2, 1, 92, 10),
+        ("all_gather", 2, 1, 184, 10),
+        ("all_reduce", 2, 1, 180, 1),
+    ]
+    votes = [(each.of, each.ranks, each.every) for each in place.traffic if "vote" in each.of]
+    assert votes == [("the vote of a round", 4, 10), ("the step vote", 2, 1)]
 
 
 def test_tables_and_batch_norm_against_numbers_found_by_hand() -> None:

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from made import data
 from ranks import run_ranks, values
+from torch.nn import functional
 
 from netfold.train import Recipe, Trainer
 from netfold.train.data.examples import BadExampleError
+from netfold.train.data.sampler import Sampler
 from netfold.train.models import make_model
 from netfold.train.models.model import IGNORED
 from netfold.train.recipe import Factory
@@ -74,14 +76,19 @@ def model(folder: Path, **options: Any) -> Any:
     return make_model(Factory.model_validate({"name": f"hf:{folder}", **options}))
 
 
-def test_a_saved_model_has_the_logits_that_transformers_computes(folder: Path) -> None:
+def test_a_run_begins_with_the_saved_weights(alone: None, folder: Path) -> None:
     import transformers
 
-    made = model(folder / "llama")
-    ids = torch.randint(VOCABULARY, (2, 8))
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")(input_ids=ids).logits
-    assert torch.equal(made.module(input_ids=ids), expected)
-    assert made.blocks == ("LlamaDecoderLayer",)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    # The first is read by each rank for its part; the others by transformers, whole.
+    for options in ({}, {"lora": {"rank": 2}}, {"config": {"rms_norm_eps": 1e-6}}):
+        asked = recipe(folder, training={"steps": 1}, model=options)
+        trainer = Trainer(asked)
+        numbers = Sampler(len(trainer.data.train), 0).indices(0, 8)
+        batch = trainer.data.train.batch(numbers, numbers)
+        expected = functional.cross_entropy(saved(**batch.named).logits.mT, batch.target)
+        assert trainer.fit().losses[0] == pytest.approx(float(expected), rel=1e-5), options
+    assert trainer.model.blocks == ("LlamaDecoderLayer",) and trainer.model.weights == folder / "llama"
     other = model(folder / "llama", pretrained=False, config={"num_hidden_layers": 1})
     assert len(other.module.model.layers) == 1
 

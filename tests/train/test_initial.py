@@ -17,12 +17,13 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 def held(trainer: Any) -> dict[str, Any]:
-    """This rank's weights and buffers, each made whole."""
+    """This rank's weights, buffers and averages, each made whole."""
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.checkpoint.state import model_tensors
+    from netfold.train.checkpoint.state import collect_state
 
-    tensors = model_tensors(trainer.replica.modules, dict(trainer.replica.named_parameters()))
+    averages = {kind: state for kind, state in trainer.update.states().items() if kind == "ema"}
+    tensors = collect_state(trainer.replica, dict(trainer.replica.named_parameters()), averages, buffers=True)
     whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in tensors.items()}
     return {key: each.flatten().tolist() for key, each in whole.items()}
 
@@ -104,6 +105,7 @@ def gone_on(rank: int, folder: Path, world: World) -> Any:
         training = {"initial": folder / "first"}
         apart = {"diloco": {"every": 2}, "optimizer": {"lr": 1e-12}}
         _, found["diloco"], _ = trained(None, seed=9, training=training, **apart)
+        found["averages"], _, _ = trained(None, seed=9, training={**training, "ema": 0.5}, parallel={"zero": 1})
         trained(folder / "second", training=training)
         here.barrier()
         if rank == 0:
@@ -154,8 +156,13 @@ def test_a_run_that_continues_does_not_read_its_first_weights_again() -> None:
         assert not any("starts with" in note for note in found["notes"])
 
 
-def test_a_diloco_round_begins_with_the_first_weights() -> None:
+def test_averages_and_diloco_rounds_begin_with_the_first_weights() -> None:
     for found in FOUND[gone_on]:
+        averages = {key: values for key, values in found["averages"].items() if key.startswith("ema.")}
+        assert averages
+        for key, values in averages.items():
+            name = key.removeprefix("ema.").removesuffix(".average")
+            assert values == found["end"][f"model.{name}"], key
         for key, values in found["diloco"].items():
             if key.startswith("model."):
                 assert values == pytest.approx(found["end"][key], abs=1e-9), key

@@ -224,7 +224,7 @@ def _clip(mesh: Any) -> dict[str, float]:
             gradient = DTensor.from_local(piece, line, [Shard(0)], shape=torch.Size([7]), stride=(1,))
         held[f"stage{stage}.{what}"] = torch.nn.Parameter(torch.zeros_like(gradient))
         held[f"stage{stage}.{what}"].grad = gradient.clone()
-    norm = Clip(Held(held), 0.5, mesh).clip()
+    norm = Clip(Held(held), 0.5).clip()
     after = sum((p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).square().sum() for p in held.values())
     dist.all_reduce(after, group=mesh.pipeline.group)
     return {
@@ -245,7 +245,7 @@ def _partial(mesh: Any) -> dict[str, Any]:
     held = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), line, [Replicate()]))
     held.grad = DTensor.from_local(torch.ones(4), line, [Partial()])
     settle([held])
-    norm = Clip(Held({"norm.weight": held}), 2.0, mesh).clip()
+    norm = Clip(Held({"norm.weight": held}), 2.0).clip()
     return {"norm": norm, "gradient": held.grad.to_local().tolist()}
 
 
@@ -258,7 +258,7 @@ def _whole(mesh: Any) -> dict[str, Any]:
 
     held = torch.nn.Parameter(torch.zeros(2))
     held.grad = torch.tensor([3.0, 4.0])
-    clip = Clip(Held({"w": held}), 2.5, mesh)
+    clip = Clip(Held({"w": held}), 2.5)
     before = len(netfold.torch.events(dist.group.WORLD))
     norm = clip.clip()
     return {
@@ -279,7 +279,7 @@ def _apart(mesh: Any) -> float:
     held = {"cut": torch.nn.Parameter(cut), "whole": torch.nn.Parameter(torch.zeros(1))}
     held["cut"].grad = torch.full_like(cut, 3 * own)
     held["whole"].grad = torch.tensor([4 * own])
-    return Clip(Held(held), 1.0, mesh, island=mesh.island()).clip()
+    return Clip(Held(held), 1.0, island=mesh.island()).clip()
 
 
 def _not_finite(mesh: Any) -> str:
@@ -290,4 +290,4 @@ def _not_finite(mesh: Any) -> str:
     name = f"stage{mesh.pipeline.rank}"
     held = torch.nn.Parameter(torch.zeros(1))
     held.grad = torch.tensor([float("nan") if mesh.pipeline.rank else 1.0])
-    return str(Clip(Held({name: held}), 1.0, mesh).clip())
+    return str(Clip(Held({name: held}), 1.0).clip())

@@ -15,6 +15,8 @@ from netfold.train.optim import kind_of, learning_rate
 from netfold.train.optim.layerwise import LAMB, LARS
 from netfold.train.recipe import Optimizer as Asked
 from netfold.train.recipe import Recipe, Schedule
+from netfold.train.recipe.errors import RecipeError
+from netfold.train.recipe.split import split
 
 Floats = NDArray[np.float64]
 RNG = np.random.default_rng(5)
@@ -159,10 +161,29 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
         ),
         ({"training": {"steps": 8, "precision": "bf16"}}, 'training.precision = "bf16" does not .* set .f32'),
         ({"checkpoint": {"every": 2}}, "checkpoint.every = 2 does not .* set a multiple of 4"),
+        ({"diloco": {"overlap": 4}}, "diloco.overlap = 4 does not go with diloco.every = 4: .* set at most 3"),
+        ({"diloco": {"fragments": 3, "overlap": 2}}, "diloco.fragments = 3 does not go with .* set at most 2"),
+        ({"diloco": {"wire": "i8"}, "run": {"backend": "gloo"}}, 'diloco.wire = "i8" does not go with run.backend'),
     ],
 )
 def test_settings_that_exclude_diloco_are_errors(sections: dict[str, dict[str, object]], said: str) -> None:
     whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8}, **sections}
+    diloco = whole.pop("diloco", {})
     assert Recipe.model_validate(whole).diloco is None
     with pytest.raises(ValueError, match=said):
-        Recipe.model_validate({**whole, "diloco": {"every": 4}})
+        Recipe.model_validate({**whole, "diloco": {"every": 4, **diloco}})
+
+
+def test_sites_divide_the_data_parallel_ranks() -> None:
+    def problems(ranks: int, **diloco: object) -> list[str]:
+        whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8, "batch": 192}}
+        with pytest.raises(RecipeError) as error:
+            split(Recipe.model_validate({**whole, "diloco": {"every": 4, **diloco}}), ranks)
+        return error.value.problems
+
+    (text,) = problems(6, sites=4)
+    assert text == (
+        "diloco.sites is 4, which does not divide the 6 data-parallel ranks (parallel.data); set one of 1, 2, 3, 6"
+    )
+    (text,) = problems(64, wire="i8")
+    assert text.startswith("diloco.wire is 'i8', in which numbers of at most 32 sites can be added, and there are 64")

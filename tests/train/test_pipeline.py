@@ -152,14 +152,17 @@ def arrays(named: Any) -> dict[str, Any]:
 
 
 def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
-    """A plain training loop of a recipe, which uses nothing of netfold.train except the order of samples."""
+    """A plain training loop of a recipe, which takes only the initial weights and the order of samples of
+    netfold.train."""
     import torch
 
     from netfold.train.data.sampler import Sampler
     from netfold.train.models import make_model
+    from netfold.train.models.deferred import materialise, record
 
-    torch.manual_seed(recipe.training.seed)
-    model, order, size = make_model(recipe.model), Sampler(len(data.train), recipe.training.seed), recipe.training.batch
+    model, deferred = record(lambda: make_model(recipe.model), recipe.training.seed)
+    materialise(model.module, deferred)
+    order, size = Sampler(len(data.train), recipe.training.seed), recipe.training.batch
     losses = []
     for step in range(STEPS):
         batch = data.train.batch(order.indices(step * size, size), order.seeds(step * size, size))
@@ -215,7 +218,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))
-    mesh = Mesh(recipe.parallel)
+    mesh = Mesh(recipe.parallel, diloco=recipe.diloco)
     model, examples = model_and_examples(name)
     if name == "mlp":
         paths = [f"layers.{block}" for block in model.module.layers]

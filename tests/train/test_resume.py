@@ -53,6 +53,13 @@ CHAIN: list[Split] = [
 # Splits with f32 weights beside lower ones, and splits without, in turn.
 LOWER_CHAIN = [CHAIN[index] for index in (0, 3, 4, 1, 8)]
 TABLES: list[Split] = [(2, {"embeddings": kind}) for kind in ("replicated", "row_wise", "table_wise", "replicated")]
+MOE = changed(GPT, model={"name": "gpt-moe", "experts": 3})
+EXPERTS: list[Split] = [
+    (2, {"experts": "sharded"}),
+    (4, {"experts": "sharded", "tensor": 2}),
+    ALONE,
+    (2, {"experts": "sharded", "zero": 3}),
+]
 
 
 class Tokens:
@@ -103,7 +110,7 @@ def train_once(world: World, folder: Path | None, recipe: Table, split: Split, s
     with world(ranks) as here:
         if not here:
             return None
-        examples = Tokens if recipe["model"]["name"] == "gpt" else Clicks
+        examples = Tokens if recipe["model"]["name"].startswith("gpt") else Clicks
         metric = Metric(
             "of no account", "", "lower", lambda output, target: output.reshape(len(output), -1).sum(1), 1.0, "none"
         )
@@ -129,6 +136,7 @@ def every_split(rank: int, folder: Path, world: World) -> Any:
         ("f32", GPT, CHAIN),
         ("bf16", changed(GPT, training={"precision": "bf16"}), LOWER_CHAIN),
         ("tables", DLRM, TABLES),
+        ("experts", MOE, EXPERTS),
     ):
         whole = train_once(world, None, recipe, ALONE, SAVED_AT * len(splits))
         found[name] = whole, in_turn(world, folder / name, recipe, splits)
@@ -219,7 +227,7 @@ def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
 FOUND = Cases(4, 80, [every_split, same_split, carried_over, outer_elsewhere])
 
 
-@pytest.mark.parametrize(("kind", "rounding"), [("f32", 1e-5), ("bf16", 2e-3), ("tables", 1e-5)])
+@pytest.mark.parametrize(("kind", "rounding"), [("f32", 1e-5), ("bf16", 2e-3), ("tables", 1e-5), ("experts", 1e-5)])
 def test_a_run_resumes_under_every_other_split(kind: str, rounding: float) -> None:
     whole, losses = FOUND[every_split][0][kind]
     assert losses == pytest.approx(whole, rel=rounding)

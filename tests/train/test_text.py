@@ -31,6 +31,69 @@ def test_held_out_source_files_are_whole_and_in_no_training_text(
         data("source", context=100_000)
 
 
+def test_tokens_of_the_source_are_all_its_bytes_and_the_metric_counts_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = python(tmp_path, monkeypatch)
+    (root / "other.py").write_bytes("länger = 'größer'\n".encode() * 30 + b"\xff\xfe\n" * 9)
+    train, held = text.source_parts(0.2)
+    tokenizer = text._byte_pairs(train, 300)
+    assert np.array_equal(text._source_tokens(str(root), 300, 0.2)[1], text._encoded(held, tokenizer))
+    for part in (train, held):
+        ids, lengths = text._encoded(part, tokenizer), text._token_bytes(part, tokenizer)
+        letters = "".join(tokenizer.id_to_token(int(number)) for number in ids)
+        alphabet = {character: byte for byte, character in text_of_bytes().items()}
+        spelt = bytes(alphabet[letter] for letter in letters).decode().encode("latin-1")
+        assert spelt == b"".join(part) and lengths.sum() == len(spelt) and len(ids) < 0.6 * len(spelt)
+    made = data("source-tokens", context=16, vocabulary=300, held_out=0.2)
+    examples = everything(made.held_out)
+    assert torch.equal(examples.inputs[0].flatten()[1:], examples.target.flatten()[:-1])
+    # All tokens equally likely: log2(300) bits a token, over the bytes that these tokens are.
+    same = made.metric.score(torch.zeros(len(examples), 16, 300), examples.target)
+    lengths = text._token_bytes(held, tokenizer)
+    scored = examples.target.numel()
+    assert float(same.mean()) == pytest.approx(math.log2(300) * scored / lengths[1 : scored + 1].sum())
+    with pytest.raises(ValueError, match=r"data.vocabulary is 255; it must be 256 to 65536"):
+        data("source-tokens", vocabulary=255)
+
+
+def text_of_bytes() -> dict[int, str]:
+    """GPT-2's letters of bytes: printable ones are themselves, the others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def test_no_window_of_a_held_out_file_trains_the_classes_of_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for label, package in enumerate(text.PACKAGES):
+        (tmp_path / package / "test").mkdir(parents=True)
+        for number in range(label + 5):
+            (tmp_path / package / f"m{number}.py").write_text(f"{label:04}{number:04}" * 10)
+        (tmp_path / package / "test" / "m.py").write_text("never = 0" * 9)
+    for label in range(4):  # Too short for a window; some are held out.
+        (tmp_path / text.PACKAGES[label] / "short.py").write_text(f"# {label}")
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
+    made = data("source-classes", context=8)
+    train, held = everything(made.train), everything(made.held_out)
+    files = [{bytes(row.tolist()).decode() for row in part.inputs[0]} for part in (train, held)]
+    assert not files[0] & files[1] and len(files[0]) + len(files[1]) == sum(range(5, 13))
+    assert train.target.bincount().min() > 0 and held.target.bincount().min() > 0
+    for part in (train, held):
+        assert part.inputs[0].dtype == torch.int64
+        assert [int(bytes(row[:4].tolist())) for row in part.inputs[0]] == part.target.tolist()
+    logits = torch.nn.functional.one_hot(held.target, 8).float()
+    assert bool(made.metric.score(logits, held.target).all())
+    assert made.metric.baseline == pytest.approx(30 / len(held))  # Of the 12 files of xml 9 train, the most.
+    (tmp_path / "xml" / "m0.py").unlink()
+    for number in range(5, 12):
+        (tmp_path / "xml" / f"m{number}.py").unlink()
+    text._texts.cache_clear()
+    with pytest.raises(BadExampleError, match=r"xml: 4 Python files; 5 are needed"):
+        data("source-classes", context=8)
+
+
 def test_every_example_has_the_same_number_of_masks_at_random_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

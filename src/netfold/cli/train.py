@@ -15,10 +15,10 @@ import typer
 
 from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, print_problems
 from netfold.extras import need
-from netfold.units import plural
 
 if TYPE_CHECKING:
     from netfold.bootstrap.launchers import Placement
+    from netfold.train.rank import Evaluation
 
 
 class _TrainGroup(DefaultCommandGroup):
@@ -67,6 +67,54 @@ def run(
         _run(recipe, settings or (), explain, ranks_here)
 
 
+_SETTINGS = typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the run's recipe, such as other data.")
+_RANKS = typer.Option("--ranks", min=1, help="Ranks to start here.", show_default="the recipe's")
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")],
+    settings: Annotated[list[str] | None, _SETTINGS] = None,
+    ranks_here: Annotated[int | None, _RANKS] = None,
+) -> None:
+    """Evaluate a run's newest checkpoint on the held-out examples, on any number of ranks, and print the result.
+
+    Exit codes as of a training; 2 if there is no checkpoint, or the run is still being trained.
+    """
+    _evaluate(run, settings or (), ranks_here, None)
+
+
+@app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    settings: Annotated[list[str] | None, _SETTINGS] = None,
+    ranks_here: Annotated[int | None, _RANKS] = None,
+) -> None:
+    """Write the outputs of a run's newest checkpoint for the held-out examples as safetensors, and evaluate them."""
+    _evaluate(run, settings or (), ranks_here, out)
+
+
+def _evaluate(run: Path, settings: Sequence[str], ranks_here: int | None, out: Path | None) -> None:
+    need("netfold train evaluate", ("torch", "pydantic", "safetensors"), "train")
+    from netfold.bootstrap.launchers import is_launched
+    from netfold.runs import RECIPE
+    from netfold.runs.metrics import is_held
+    from netfold.train.fault_tolerance.stop import unwind_on_signals
+    from netfold.train.rank import Evaluation
+
+    if not is_launched():
+        with exit_on("train evaluate", ValueError, OSError):
+            if is_held(run):
+                raise ValueError(f"{run} is still being trained; evaluate it when it has ended")
+            if out is not None:
+                out.mkdir(parents=True)
+    # Other ranks than the run's divide the data anew.
+    divided = [] if ranks_here is None else ["parallel.data="]
+    with contextlib.nullcontext() if is_launched() else unwind_on_signals():
+        _run(run / RECIPE, [*divided, *settings], False, ranks_here, Evaluation(run.absolute(), out and out.absolute()))
+
+
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")]) -> None:
     """Make a run's page, report.html, again from the data in its folder. Exit code 2 if the folder holds no run."""
@@ -96,12 +144,16 @@ def export(
     from netfold.train.parallel.precision import DTYPES
 
     with exit_on("train export", ValueError, OSError):
-        done = write(run, out, None if dtype is None else DTYPES[dtype], ema=ema)
-        files = plural(done.files, "file")
-        typer.echo(f"{out}: {done.tensors} tensors of step {done.step}, {done.size_bytes / 1e6:.1f} MB in {files}")
+        typer.echo(write(run, out, None if dtype is None else DTYPES[dtype], ema=ema))
 
 
-def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
+def _run(
+    recipe: Path,
+    settings: Sequence[str],
+    explain: bool,
+    ranks_here: int | None,
+    evaluation: Evaluation | None = None,
+) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
     from netfold.train.rank import shared_job
     from netfold.train.recipe.errors import RecipeError, Source
@@ -143,7 +195,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
     elif place is not None:
         from netfold.train.rank import train as train_here
 
-        raise typer.Exit(train_here(asked, source))
+        raise typer.Exit(train_here(asked, source, evaluation))
     else:
         from netfold.train.launch import launch
 

@@ -15,7 +15,7 @@ from netfold.plan.shared_rules import waiting_passes
 from netfold.plan.step.prediction import Memory
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
-from netfold.train.recipe import Recipe
+from netfold.train.recipe import DiLoCo, Recipe
 from netfold.train.recipe.split import Split
 
 
@@ -71,6 +71,8 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
     if split.pipeline > 1:
         by = "operations of matrix products, convolutions and attention" if counted else "parameters"
         notes.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
+    if recipe.parallel.experts != "replicated":
+        notes.append("memory and messages are those of experts on every rank, not divided (parallel.experts)")
     if unknown:
         notes.append(f"activations, and messages inside layers and between stages, are unknown: {unknown}")
     return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))
@@ -100,10 +102,11 @@ def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], numb
 def a_parameter(recipe: Recipe, data: int) -> Memory:
     """Bytes per parameter of the model on one of `data` data-parallel ranks, without activations."""
     optimizer, zero, lower = recipe.optimizer, recipe.parallel.zero, computed_bytes(recipe)
-    moments = 2 if optimizer.name in ("adam", "adamw", "lamb") else 1 if optimizer.momentum else 0
+    moments: float = 2 if optimizer.name in ("adam", "adamw", "lamb") else 1 if optimizer.momentum else 0
     if recipe.diloco is not None:
-        # The weights at the start of the round, and the outer optimizer's momentum.
+        # The outer weights, and the outer optimizer's momentum.
         moments += 2 if recipe.diloco.momentum else 1
+        moments += under_way(recipe.diloco, data)
     state = moments * F32_BYTES
     if zero and data > 1:
         # A rank of FSDP2 holds weight, gradient and state of its rows in f32 (bench/results/train_memory.md). ZeRO 1
@@ -111,6 +114,15 @@ def a_parameter(recipe: Recipe, data: int) -> Memory:
         return Memory(F32_BYTES / data + (lower if zero < 3 else 0), F32_BYTES / data, state / data, 0.0)
     weights = F32_BYTES + (lower if lower != F32_BYTES else 0)
     return Memory(weights, F32_BYTES, state, 0.0)
+
+
+def under_way(diloco: DiLoCo, data: int) -> float:
+    """f32 numbers per parameter for the fragments under way, at most, and for the rounding errors of i8."""
+    last = diloco.every - diloco.overlap
+    sends = [-(-number * last // diloco.fragments) for number in range(1, diloco.fragments + 1)]
+    fragments = max(sum(step <= other < step + diloco.overlap for step in sends) for other in sends)
+    rounding = (diloco.sites or data) / data if diloco.wire == "i8" else 0.0
+    return 2 * fragments / diloco.fragments + rounding
 
 
 def passes_kept(recipe: Recipe, split: Split, pipeline_rank: int) -> int:

@@ -12,9 +12,9 @@ from netfold.dry_run.layers import Layer
 from netfold.plan.shared_rules import bucket_ends
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold.train.parallel.data_parallel import BUCKET_MB
-from netfold.train.parallel.diloco import BUFFER_BYTES
+from netfold.train.parallel.diloco import BUFFER_BYTES, in_fragments
 from netfold.train.parallel.mesh import in_runs
-from netfold.train.recipe import Recipe
+from netfold.train.recipe import DiLoCo, Recipe
 from netfold.train.recipe.split import SPLIT_BACKWARD, Split, stages_of
 
 F32_BYTES = 4
@@ -126,8 +126,9 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
     data, zero = split.data, recipe.parallel.zero
     layers = [layer for stage in stages for layer in stage]
     if recipe.diloco is not None:
-        yield from _rounds(layers, data, recipe.diloco.every)
-        return
+        yield from _rounds(layers, data, recipe.diloco)
+        # Of these ranks gradients are averaged in every step.
+        data //= recipe.diloco.sites or data
     if zero:
         yield from _fsdp(recipe, layers, split)
         return
@@ -178,12 +179,17 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Tra
     yield Traffic("data", "reduce_scatter", "gradients", split.data, len(units), scattered * F32_BYTES)
 
 
-def _rounds(layers: Sequence[Layer], data: int, every: int) -> Iterator[Traffic]:
+def _rounds(layers: Sequence[Layer], data: int, diloco: DiLoCo) -> Iterator[Traffic]:
     """Weights in buffers, as parallel/diloco.py packs them, and batch norm's two statistics one by one."""
+    sites, every = diloco.sites or data, diloco.every
+    ranks = data // sites
     weights = [torch.empty(shape, device="meta") for layer in layers for shape in layer.shapes()]
-    runs, total = len(in_runs(weights, BUFFER_BYTES)), sum(weight.nbytes for weight in weights)
+    runs = [run for part in in_fragments(weights, diloco.fragments) for run in in_runs(part, BUFFER_BYTES)]
+    # A site's ranks exchange equal parts.
+    parts = sum(-(-sum(weight.numel() for weight in run) // ranks) * F32_BYTES for run in runs)
     norms = [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)]
-    yield Traffic("data", "all_reduce", "changes of weights", data, runs, total, every)
+    yield Traffic("data", "all_reduce", "changes of weights", sites, len(runs), parts, every)
+    yield Traffic("data", "all_gather", "mean changes of weights", ranks, len(runs), parts * ranks, every)
     yield Traffic("data", "all_reduce", "batch norm's statistics", data, len(norms), sum(norms), every)
 
 
@@ -191,10 +197,10 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traf
     """Decisions and checks of the whole job, a few numbers each."""
     ranks, copy, every = split.ranks, split.pipeline * split.tensor, 1
     fsdp = split.fsdp
-    # Under [diloco] the ranks of one copy of the model vote in every step, and all ranks once a round.
+    # Under [diloco] the ranks of one site vote in every step, and all ranks once a round.
     island = ranks
     if recipe.diloco is not None:
-        island, every = copy, recipe.diloco.every
+        island, every = ranks // (recipe.diloco.sites or split.data), recipe.diloco.every
         # One loss per step, and three counts.
         yield Traffic("all", "all_reduce", "the vote of a round", ranks, 1, (every + 3) * F64_BYTES, every)
     yield Traffic("all", "all_reduce", "the step vote", island, 1, VOTE_NUMBERS * F64_BYTES)

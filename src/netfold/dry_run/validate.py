@@ -25,7 +25,7 @@ from netfold.train.data import DATASETS, make_data
 from netfold.train.data.examples import BadExampleError, Batch, Data
 from netfold.train.models import MODELS, make_model
 from netfold.train.models.model import Model
-from netfold.train.parallel import embeddings, tensor
+from netfold.train.parallel import embeddings, experts, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.pipeline_plan import check_chain
@@ -122,6 +122,7 @@ def _parallelism(recipe: Recipe, model: Model) -> Iterator[Callable[[], object]]
     """Checks that raise ValueError if a kind of parallelism cannot be applied to the model."""
     parallel = recipe.parallel
     yield lambda: embeddings.embeddings_to_shard(model, recipe)
+    yield lambda: experts.experts_to_shard(model, recipe)
     if parallel.tensor > 1:
         yield lambda: tensor.styles_of(model, parallel)
     if parallel.pipeline > 1:

@@ -7,6 +7,7 @@ with repeated examples, which do not count.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,25 @@ def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequ
     dist.all_reduce(found)
     # Each example was computed by all ranks of one tensor group.
     return pictures.panels(found / mesh.tensor.size) if dist.get_rank() == 0 else ()
+
+
+@torch.no_grad()
+def predict(replica: Replica, data: Data, mesh: Mesh, batch: int, folder: Path) -> None:
+    """Write the outputs for the held-out examples as safetensors, one file for each data-parallel rank.
+
+    A file has `output` [n, ...] and `number` [n] int64, the examples' numbers. Only the last stage and the first tensor
+    rank write. batch: samples per rank. Collective over the world. Cost: one rank's outputs in memory, on the CPU.
+    """
+    from safetensors.torch import save_file
+
+    numbers, outputs = [], []
+    for first, output, target in _outputs(replica, data.held_out, mesh, batch):
+        if output is not None:
+            numbers.append(torch.arange(first, first + len(target)))
+            outputs.append(output.cpu())
+    if outputs and mesh.tensor.rank == 0:
+        name = f"predictions-{mesh.data.rank + 1:05}-of-{mesh.data.size:05}.safetensors"
+        save_file({"number": torch.cat(numbers), "output": torch.cat(outputs).contiguous()}, folder / name)
 
 
 def _outputs(

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,16 @@ _PR_SET_PDEATHSIG = 1
 _JOB = "_NETFOLD_TRAIN_JOB"
 
 
-def train(recipe: Recipe, source: Source) -> int:
+@dataclass(frozen=True)
+class Evaluation:
+    """A job that evaluates a run's newest checkpoint, and trains nothing."""
+
+    run: Path
+    predictions: Path | None = None
+    """A folder for the model's outputs; it exists."""
+
+
+def train(recipe: Recipe, source: Source, evaluation: Evaluation | None = None) -> int:
     """Join the ranks that the launcher has started, train in the run's folder, and print the result on rank 0.
 
     Returns the exit status: FAILED, or CANNOT if a restart would fail in the same way; POLICY_STATUS if a policy of the
@@ -46,12 +56,12 @@ def train(recipe: Recipe, source: Source) -> int:
     the rank, the step, and the place in `source` of a key that it names. torchrun's error file, if any, has the error.
     """
     if _JOB not in os.environ:
-        return _train(recipe, source)
+        return _train(recipe, source, evaluation)
     if job_status() in FINAL:
         return job_status()
     # Replaces the mark of an earlier start; no rank of this one begins before all have joined.
     set_job_status(NOT_BEGUN)
-    status = _train(recipe, source)
+    status = _train(recipe, source, evaluation)
     if status in FINAL:
         set_job_status(status)
     return status
@@ -90,7 +100,7 @@ def set_job_status(status: int) -> None:
         file.write(bytes((status,)))
 
 
-def _train(recipe: Recipe, source: Source) -> int:
+def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int:
     import torch
     import torch.distributed as dist
 
@@ -117,6 +127,13 @@ def _train(recipe: Recipe, source: Source) -> int:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
             return CANNOT
+        if evaluation is not None:
+            values = Trainer(recipe, folder=evaluation.run).evaluate(evaluation.predictions)
+            dist.barrier()
+            dist.destroy_process_group()
+            if rank == 0:
+                print("; ".join(f"{name} {value:.6g}" for name, value in values.items()), flush=True)
+            return 0
         folder = run_folder(recipe)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()

@@ -1,8 +1,8 @@
 """The training loop: a batch, gradients, the step vote, an optimizer step, and events for callbacks.
 
 All ranks make each common decision from one small all_reduce per step (`vote`), under [diloco] from one per round:
-within a round only the ranks of one copy of the model wait for each other. `fault_tolerance` holds the reactions to
-failures; this module decides when to call them.
+within a round only the ranks of one site wait for each other. `fault_tolerance` holds the reactions to failures; this
+module decides when to call them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from netfold.profile.live import LiveOverlap
 from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
 from netfold.train.checkpoint.initial import load_initial
 from netfold.train.checkpoint.recovery import Recovery
-from netfold.train.checkpoint.state import model_tensors
+from netfold.train.checkpoint.state import allocate_state
 from netfold.train.data import make_data
 from netfold.train.data.examples import Batch, Data, Panel
 from netfold.train.data.sampler import Prefetcher, sample_seed
-from netfold.train.evaluate import evaluate, render
+from netfold.train.evaluate import evaluate, predict, render
 from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
 from netfold.train.fault_tolerance.policies import (
     NonFinite,
@@ -46,7 +46,7 @@ from netfold.train.optim import learning_rate, make_optimizer, undecayed
 from netfold.train.optim.step import OptimizerStep
 from netfold.train.parallel import parallelise
 from netfold.train.parallel.device import choose_device, seed
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import error_kind, error_text
 
@@ -90,7 +90,7 @@ class Trainer:
         self.recipe = recipe
         self._callbacks = callbacks
         device, device_reason = choose_device(recipe.device)
-        self.mesh = Mesh(recipe.parallel, device)
+        self.mesh = Mesh(recipe.parallel, device, recipe.diloco)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
         deferred, creation = None, ""
@@ -174,6 +174,20 @@ class Trainer:
         self._notify(Ended(self.step, outcome.reason, time.perf_counter() - began_s))
         return outcome
 
+    def evaluate(self, predictions: Path | None = None) -> dict[str, float]:
+        """The metric and the loss of the newest checkpoint in the run's folder, on the held-out examples.
+
+        predictions: an existing folder that gets the model's outputs (`predict`). Collective over the world. Raises
+        ValueError without a checkpoint.
+        """
+        if self.recovery is None or self.recovery.begin() is None:
+            raise ValueError("there is no checkpoint to evaluate in the run's folder")
+        share = self.batch // self.mesh.data.size
+        with self.update.averages_in_place():
+            if predictions is not None:
+                predict(self.replica, self.data, self.mesh, share, predictions)
+            return evaluate(self.replica, self.model, self.data, self.mesh, share)
+
     def _train(self) -> Outcome:
         training, data = self.recipe.training, self.mesh.data
         losses: list[float] = []
@@ -198,8 +212,8 @@ class Trainer:
                     self._evaluate()
                 if _due(self.step, self.recipe.checkpoint_every(self.steps)):
                     self._save()
-            # Checkpoints and evaluations need equal weights on all ranks: an unfinished round ends early.
-            self.update.settle()
+            if self.step >= self.steps:
+                self.update.finish()
             if reason == "done":
                 values = self._evaluate()
         self._save()
@@ -209,9 +223,13 @@ class Trainer:
 
     def _begin(self) -> None:
         position = self.recovery.begin() if self.recovery is not None else None
-        if position is None and self.recipe.training.initial is not None:
-            tensors = model_tensors(self.replica.modules, dict(self.replica.named_parameters()))
-            self._note("info", load_initial(self.recipe.training, tensors))
+        initial = self.recipe.training.initial
+        weights = self.model.weights if initial is None else None
+        if position is None and (initial or weights) is not None:
+            # Averages of the first weights, and DiLoCo's copies, begin with the weights that are read.
+            parameters = dict(self.replica.named_parameters())
+            tensors = allocate_state({}, self.replica, parameters, self.update.states())
+            self._note("info", load_initial(self.recipe.training, tensors, weights))
             self.update.load_state_dict({})
         if self.recovery is not None:
             if position is not None:
@@ -291,9 +309,7 @@ class Trainer:
             return []
         votes, self._round = merge_votes(self._round), []
         if votes[-1].not_finite:
-            found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(found, self._round_problems)
-            self._round_problems = []
+            found, self._round_problems = gather(self._round_problems), []
             self.update.settle()
             # The round's steps are counted already.
             self._react("; ".join(dict.fromkeys(text for texts in found for text in texts)), self.step, samples=0)
@@ -335,13 +351,14 @@ class Trainer:
 
     def _save(self) -> None:
         if self.recovery is not None:
-            self.recovery.save(self.step, self.samples)
+            with self.update.common():
+                self.recovery.save(self.step, self.samples)
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
         share = self.batch // self.mesh.data.size
         panels: Sequence[Panel] = ()
-        with self.update.averages_in_place():
+        with self.update.common(), self.update.averages_in_place():
             values = evaluate(self.replica, self.model, self.data, self.mesh, share)
             seconds = time.perf_counter() - began_s
             if self.step == self.steps and self.data.pictures is not None:

@@ -45,7 +45,7 @@ class FakeEvent:
 
     def query(self) -> bool:
         device_api = self.stream.device_api
-        device_api.check_unsafe("cudaEventQuery")
+        device_api.check_unsafe("cudaEventQuery", self.stream.device)
         with device_api.lock:
             if self.stream.done >= self.position:
                 return True
@@ -63,6 +63,7 @@ class FakeStream:
     def __init__(self, device_api: FakeLayer, name: str) -> None:
         self.device_api = device_api
         self.name = name
+        self.device = device_api.device  # a stream belongs to one context
         self.to_do: collections.deque[Any] = collections.deque()
         self.given = self.done = 0
 
@@ -73,14 +74,58 @@ class FakeStream:
             self.device_api.go_on()
 
     def record_event(self) -> FakeEvent:
-        self.device_api.check_device("cudaEventRecord")
+        self.device_api.check_device("cudaEventRecord", self.device)
         with self.device_api.lock:
             return FakeEvent(self, self.given)
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.device_api.check_device("cudaStreamWaitEvent")
+        self.device_api.check_device("cudaStreamWaitEvent", self.device)
         assert event.stream.device_api is self.device_api, "an event of another process's"
         self.give(event)
+
+
+class Copy:
+    """A copy in a stream."""
+
+    def __init__(self, to: Tensor, source: Tensor) -> None:
+        self.to, self.source = to, source
+
+    def __call__(self) -> None:
+        self.to.copy_(self.source)
+
+
+class FakeGate:
+    """A gate as CUDA's stream memory operations make it: the device opens it in a stream's order, or the host does."""
+
+    def __init__(self, device_api: FakeLayer) -> None:
+        self._device_api = device_api
+        self.opened = False
+        self.opening: FakeEvent | None = None
+
+    def hold(self, stream: FakeStream) -> None:
+        self._device_api.check_device("cuStreamWaitValue32")
+
+        def wait() -> Any:
+            if not self.opened and self.opening is not None:
+                self._device_api.force(self.opening.stream, self.opening.position)
+            return None if self.opened else WAITS
+
+        stream.give(wait)
+
+    def open_after(self, stream: FakeStream) -> None:
+        self._device_api.check_device("cuStreamWriteValue32")
+        if self._device_api.broken:
+            raise RuntimeError(self._device_api.broken)
+
+        def write() -> None:
+            self.opened = True
+
+        stream.give(write)
+        self.opening = stream.record_event()
+
+    def open(self) -> None:
+        assert self.opening is None, "the device's write would come after this one, and undo a later gate of the word"
+        self.opened = True
 
 
 class FakeFuture(torch.futures.Future[Any]):
@@ -170,6 +215,11 @@ class FakeLayer:
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
         self.pinned_left = 1 << 30
         self.takes_everything = False  # whatever tensor comes is one of the device's
+        self.registers = True  # other memory can be pinned
+        self.registered: set[int] = set()  # by address
+        self.registrations = 0
+        self.has_gates = True  # streams can wait for a word of memory
+        self.gates: list[FakeGate] = []
         self.misplaced: list[str] = []  # calls from threads whose current device was another one
         self.used: set[tuple[int, str]] = set()
         self.kept: set[tuple[int, str]] = set()
@@ -250,15 +300,16 @@ class FakeLayer:
     def _mode(self) -> str:
         return getattr(self._own, "mode", "global")
 
-    def check_device(self, call: str) -> None:
+    def check_device(self, call: str, device: torch.device | None = None) -> None:
         """AssertionError where the calling thread's current device is not the one that the call is for."""
-        if self.current_device() != self.device:
-            self.misplaced.append(f"{call} for {self.device} on a thread whose current device is {self._named()}")
+        device = device or self.device
+        if self.current_device() != device:
+            self.misplaced.append(f"{call} for {device} on a thread whose current device is {self._named()}")
             raise AssertionError(self.misplaced[-1])
 
-    def check_unsafe(self, call: str) -> None:
+    def check_unsafe(self, call: str, device: torch.device | None = None) -> None:
         """RuntimeError, and no capture, where another thread captures, or the calling one, and forbids the call."""
-        self.check_device(call)
+        self.check_device(call, device)
         capture = self.capturing
         if capture is None or self._mode() == "relaxed" or capture.mode == "relaxed":
             return
@@ -311,7 +362,7 @@ class FakeLayer:
                 self.used.add((place, stream.name))
         # A copy engine holds nothing: what it reads may be closed.
         to, source = _raw(to), _raw(source)
-        stream.give(lambda: to.copy_(source))
+        stream.give(Copy(to, source))
 
     def pinned(self, nbytes: int) -> Tensor:
         self.check_unsafe("cudaHostAlloc")
@@ -319,6 +370,30 @@ class FakeLayer:
             raise RuntimeError("out of pinned memory")
         self.pinned_left -= nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def register(self, memory: Tensor) -> bool:
+        self.check_unsafe("cuMemHostRegister")
+        if not self.registers:
+            return False
+        if memory.nbytes > self.pinned_left:
+            raise RuntimeError("CUDA driver error 2")
+        self.pinned_left -= memory.nbytes
+        assert memory.data_ptr() not in self.registered, "registered twice"
+        self.registered.add(memory.data_ptr())
+        self.registrations += 1
+        return True
+
+    def unregister(self, memory: Tensor) -> None:
+        self.check_unsafe("cuMemHostUnregister")
+        begin = memory.data_ptr()
+        with self.lock:
+            pending = [each for stream in self._streams for each in stream.to_do if isinstance(each, Copy)]
+            for copy in pending:
+                for tensor in (copy.to, copy.source):
+                    at = tensor.data_ptr()
+                    assert not begin <= at < begin + memory.nbytes, "memory of a copy that is still to come"
+        self.registered.remove(begin)
+        self.pinned_left += memory.nbytes
 
     def empty(self, stream: FakeStream, nbytes: int) -> Tensor:
         self.check_device("cudaMallocAsync")
@@ -348,6 +423,13 @@ class FakeLayer:
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:
         self.host.exported[handle["number"]].users -= 1
         self.host.reuse()
+
+    def new_gate(self, device: torch.device) -> FakeGate | None:
+        self.check_unsafe("cudaHostAlloc")
+        if not self.has_gates:
+            return None
+        self.gates.append(FakeGate(self))
+        return self.gates[-1]
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return FakeFuture(self)

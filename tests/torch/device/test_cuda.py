@@ -305,6 +305,31 @@ def test_streams_are_not_from_torchs_pools() -> None:
     values(run_ranks(own_streams, SIZE, timeout_s=120))
 
 
+def blocks_the_stream(rank: int, size: int, folder: str) -> None:
+    device = world(rank, size, folder, intra_host="off")
+    warm, tensor = mine(rank).to(device), mine(rank).to(device)
+    doubled = torch.empty_like(tensor)
+    dist.all_reduce(warm)
+    torch.mul(warm, 2, out=doubled)  # the kernel is loaded, and no memory is needed behind the wait
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+    began = time.monotonic()
+    work = dist.all_reduce(tensor, async_op=True)
+    work.block_current_stream()
+    torch.mul(tensor, 2, out=doubled)
+    host_s = time.monotonic() - began
+    torch.cuda.synchronize()
+    assert torch.equal(doubled.cpu(), 2 * total())
+    assert work.is_completed() and (rank == 1 or host_s < 0.5), f"the host waited for {host_s:.3f} s"
+    dist.destroy_process_group()
+
+
+def test_block_current_stream_does_not_block_the_host() -> None:
+    values(run_ranks(blocks_the_stream, SIZE, timeout_s=120))
+
+
 def captures_beside(rank: int, size: int, folder: str) -> None:
     """A capture in the default mode, while works that began before it go on."""
     device = world(rank, size, folder)

@@ -100,10 +100,21 @@ class Driver:
         self.calls: list[str] = []
         self.fails = ""
         self.made = 0
+        self.lacks: set[str] = set()
+        self.has_memory_operations = 1
+        self.given: list[tuple[Any, ...]] = []  # waits for values, and writes
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.lacks:
+            raise AttributeError(name)
+
         def call(*arguments: Any) -> int:
             self.calls.append(name)
+            if name == "cuDeviceGetAttribute":
+                assert arguments[1].value == 122, "92 is about functions that drivers switch off"
+                ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_int))[0] = self.has_memory_operations
+            if name.startswith(("cuStreamWaitValue", "cuStreamWriteValue")):
+                self.given.append((name, *(each.value for each in arguments)))
             if name == "cuStreamCreate":
                 assert arguments[1].value == 1, "it would wait for the legacy default stream"
                 self.made += 1
@@ -121,6 +132,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "ExternalStream", External)
     monkeypatch.setattr(cuda_driver, "_library", lambda kind: made, raising=False)
     monkeypatch.setattr(cuda, "_free_streams", collections.defaultdict(list), raising=False)
+    monkeypatch.setattr(cuda, "_words", collections.defaultdict(cuda._Words))
+    monkeypatch.setattr(CudaApi, "pinned", lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    cuda._can_wait_for_values.cache_clear()
     return made
 
 
@@ -155,6 +169,72 @@ def test_without_a_driver_library_streams_are_from_torchs_high_priority_pool(
     assert CudaApi().new_stream(DEVICE).cuda_stream >= 2000
 
 
+def memory_of(gate: Any) -> int:
+    return int(ctypes.c_uint32.from_address(gate._address).value)
+
+
+def test_a_gate_is_a_word_of_pinned_memory_that_the_device_or_the_host_writes(driver: Driver) -> None:
+    user, own = External(7, DEVICE), External(8, DEVICE)
+    first = CudaApi().new_gate(DEVICE)
+    assert first is not None
+    first.hold(user)
+    first.open_after(own)
+    address = driver.given[0][2]
+    assert driver.given == [
+        ("cuStreamWaitValue32_v2", 7, address, 1, 0),
+        ("cuStreamWriteValue32_v2", 8, address, 1, 0),
+    ]
+    assert memory_of(first) == 0, "the device writes it"
+    second = CudaApi().new_gate(DEVICE)
+    assert second is not None and memory_of(second) == 0
+    second.open()
+    assert memory_of(second) == 1
+
+
+def test_a_word_serves_another_gate_only_after_the_devices_write(driver: Driver) -> None:
+    """Else the earlier gate's late write would close the later gate again."""
+    words = cuda._WORDS_BYTES // 4
+    gates = [CudaApi().new_gate(DEVICE) for _ in range(words)]
+    assert len({gate._address for gate in gates}) == words
+    gates[5].open()  # as the device's write
+    assert CudaApi().new_gate(DEVICE)._address == gates[5]._address
+    assert driver.given == []
+    again = CudaApi().new_gate(DEVICE)
+    assert again._address not in {gate._address for gate in gates}, "another page"
+
+
+def test_the_values_of_a_word_never_end_at_32_bits(driver: Driver) -> None:
+    gate = CudaApi().new_gate(DEVICE)
+    words = cuda._words[1]
+    words._words.clear()
+    gate._word.value = 0xFFFFFFFF
+    words._words.append((gate._word, 0xFFFFFFFF))
+    last = CudaApi().new_gate(DEVICE)
+    last.hold(External(7, DEVICE))
+    assert driver.given[-1][3] == 0, "the comparison is cyclic"
+    last.open()
+    assert memory_of(last) == 0 and CudaApi().new_gate(DEVICE)._address == gate._address
+
+
+def test_without_stream_memory_operations_there_are_no_gates(driver: Driver) -> None:
+    driver.has_memory_operations = 0
+    assert CudaApi().new_gate(DEVICE) is None
+    cuda._can_wait_for_values.cache_clear()
+    driver.has_memory_operations, driver.lacks = 1, {"cuStreamWaitValue32_v2"}
+    assert CudaApi().new_gate(DEVICE) is None
+    cuda._can_wait_for_values.cache_clear()
+
+
+def test_host_memory_is_registered_for_all_contexts_and_unregistered(driver: Driver) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert CudaApi().register(memory)
+    CudaApi().unregister(memory)
+    assert driver.calls == ["cuMemHostRegister_v2", "cuMemHostUnregister"]
+    driver.fails = "cuMemHostRegister_v2"
+    with pytest.raises(RuntimeError, match="cuMemHostRegister_v2: CUDA driver error 2"):
+        CudaApi().register(memory)
+
+
 def test_without_a_driver_library_the_capture_mode_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "libthere-is-none.so.1")
     caches = (cuda_driver._exchange, cuda_driver._library)
@@ -163,6 +243,8 @@ def test_without_a_driver_library_the_capture_mode_does_not_change(monkeypatch: 
     try:
         assert cuda_driver.set_capture_mode(cuda_driver.RELAXED) == cuda_driver.GLOBAL
         assert cuda_driver.create_stream(0) is None
+        assert not cuda_driver.can_wait_for_values(0)
+        assert not cuda_driver.register_host_memory(4096, 4096)
     finally:
         for cached in caches:
             cached.cache_clear()

@@ -126,3 +126,94 @@ def only_received(group: Any, device_api: Any) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_result_is_written_after_the_callers_earlier_writes(order: Any) -> None:
     values(on_devices(only_received, SIZE, order, **SMALL))
+
+
+def on_one_storage(group: Any, device_api: Any) -> tuple[int, int]:
+    """Calls on two halves of one storage, then on bytes of both. Returns how often the pipeline was emptied."""
+    storage = device_api.tensor(distinct(group.rank(), COUNT))
+    halves = storage[:20_000], storage[20_000:40_000]
+    group.allreduce([device_api.tensor(torch.ones(1))], reduce_options()).wait()
+    staged = group.devices._paths.staged
+    drains, drain = [0], staged.drain
+
+    def counted() -> None:
+        drains[0] += 1
+        drain()
+
+    staged.drain = counted
+    works = [group.allreduce([half], reduce_options()) for half in halves]
+    for work in works:
+        work.wait()
+    apart = drains[0]
+    works = [group.allreduce([half], reduce_options()) for half in (storage[:20_000], storage[19_990:40_000])]
+    for work in works:
+        work.wait()
+    due = total(COUNT)
+    assert torch.equal(device_api.value(storage)[:19_990], due[:19_990] * SIZE)
+    assert torch.equal(device_api.value(storage)[20_000:40_000], due[20_000:40_000] * SIZE)
+    assert torch.equal(device_api.value(storage)[19_990:20_000], due[19_990:20_000] * SIZE * SIZE)
+    assert len(staged._landing) < 5, "chunks of one result are one range"
+    return apart, drains[0] - apart
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_wait_for_each_other_only_where_their_bytes_overlap(order: Any) -> None:
+    """DDP's buckets and FSDP's parameters are views of one storage."""
+    for apart, _ in values(on_devices(on_one_storage, SIZE, order, **SMALL)):
+        assert apart == 0
+
+
+def shares_slots(group: Any, device_api: Any) -> tuple[int, str]:
+    tensor = device_api.tensor(distinct(group.rank(), COUNT))
+    group.allreduce([tensor], reduce_options()).wait()
+    assert torch.equal(device_api.value(tensor), total(COUNT, group.size()))
+    group.shutdown()
+    return device_api.registrations, group.devices.why()
+
+
+def test_slots_are_in_shared_memory_that_the_device_has_pinned() -> None:
+    """Ranks of one host reduce the slots in place."""
+    layers: list[Any] = []
+    for count, said in values(on_devices(shares_slots, SIZE, before=layers.append, **SMALL)):
+        assert count == 3 and said.endswith("staged through 3 x 40960 bytes of shared, pinned memory"), said
+    assert all(not device_api.registered for device_api in layers), "all are unregistered at the end"
+
+
+def test_slots_grow_with_the_ranks_up_to_a_bound() -> None:
+    from netfold.torch.device import pinned
+
+    assert [pinned.default_bytes(ranks) >> 20 for ranks in (1, 8, 16, 64, 1000)] == [12, 12, 24, 96, 96]
+
+
+def registers_nothing(device_api: Any) -> None:
+    device_api.registers = False
+
+
+def test_where_memory_cannot_be_registered_the_device_allocates_it() -> None:
+    for count, said in values(on_devices(shares_slots, 2, before=registers_nothing, **SMALL)):
+        assert count == 0 and said.endswith("bytes of pinned memory"), said
+
+
+def test_ranks_that_share_no_memory_have_slots_of_their_own() -> None:
+    found = values(on_devices(shares_slots, 2, transport="tcp", **SMALL))
+    assert [count for count, _ in found] == [0, 0]
+
+
+def hangs_at_the_end(group: Any, device_api: Any) -> None:
+    tensor = device_api.tensor(distinct(group.rank(), COUNT))
+    group.allreduce([tensor], reduce_options()).wait()
+    device_api.hangs = group.rank() == 0  # with copies from slots still to do
+    group.shutdown()
+    device_api.hangs = False
+
+
+def test_a_hanging_device_keeps_the_slots_that_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from netfold.torch.device import paths, pinned
+
+    monkeypatch.setattr(paths, "SETTLE_S", 0.2)
+    monkeypatch.setattr(paths, "AFTER_ABORT_S", 0.2)
+    monkeypatch.setattr(pinned, "_never_released", [])
+    layers: list[Any] = []
+    values(on_devices(hangs_at_the_end, 2, before=layers.append, **SMALL))
+    assert len(pinned._never_released) == 3
+    assert sorted(len(device_api.registered) for device_api in layers) == [0, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
@@ -33,8 +34,7 @@ COUNT = 60_001
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short chunks: every tensor of these tests has several."""
-    monkeypatch.setattr(ipc, "HALF_BYTES", 128 << 10)
-    monkeypatch.setattr(ipc.IpcReducer, "chunk_bytes", 128 << 10)
+    monkeypatch.setattr(ipc, "SLOT_BYTES", 64 << 10)
     monkeypatch.setattr(intra_host.NcclReducer, "chunk_bytes", 128 << 10)
 
 
@@ -233,3 +233,185 @@ def i8_wire(group: Any, device_api: Any) -> None:
 
 def test_sums_by_i8_are_staged() -> None:
     values(on_devices(i8_wire, 2, "late", wire_dtype="i8"))
+
+
+def parts_of_every_rank(group: Any, device_api: Any, dtype_name: str) -> None:
+    """all_gather, reduce_scatter and all_reduce of several chunks, none waited for before the last."""
+    size, rank, dtype = group.size(), group.rank(), getattr(torch, dtype_name)
+
+    def mine(of: int, more: int = 0) -> Any:
+        return ((distinct(of, COUNT) + more) % 251).to(dtype)
+
+    own = device_api.tensor(torch.zeros(COUNT, dtype=dtype))
+    device_api.compute(lambda: own.copy_(mine(rank)))
+    outs = [device_api.tensor(torch.full((COUNT,), 3, dtype=dtype)) for _ in range(size)]
+    parts = [device_api.tensor(mine(rank, each)) for each in range(size)]
+    summed, most = (device_api.tensor(torch.zeros(COUNT, dtype=dtype)) for _ in range(2))
+    by_max = dist.ReduceScatterOptions()
+    by_max.reduceOp = dist.ReduceOp.MAX
+    again = [device_api.tensor(torch.zeros(COUNT, dtype=dtype)) for _ in range(size)]
+    works = [
+        group.allgather([outs], [own]),
+        group.reduce_scatter([summed], [parts]),
+        group.allreduce([own], reduce_options(dist.ReduceOp.MAX)),  # over what the first call reads
+        group.allgather([again], [own]),
+        group.reduce_scatter([most], [parts], by_max),
+        group.broadcast([parts[0]], dist.BroadcastOptions()),  # staged, over what the call before reads
+    ]
+    for work in works:
+        work.wait()
+    for each in range(size):
+        assert torch.equal(device_api.value(outs[each]), mine(each)), each
+    stacked = torch.stack([mine(each, rank) for each in range(size)])
+    greatest = torch.stack([mine(each) for each in range(size)]).amax(0)
+    assert torch.equal(device_api.value(summed), stacked.sum(0).to(dtype))
+    assert torch.equal(device_api.value(most), stacked.amax(0))
+    for each in [own, *again]:
+        assert torch.equal(device_api.value(each), greatest)
+    assert torch.equal(device_api.value(parts[0]), mine(0, 0))
+    assert device_api.used <= device_api.kept
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world", ["ipc, one host", "ipc, two hosts"])
+def test_parts_are_gathered_and_scattered_inside_and_between_hosts(world: str, order: Any) -> None:
+    _, hosts = WORLDS[world]
+    values(on_devices(functools.partial(parts_of_every_rank, dtype_name="float32"), len(hosts), order, hosts=hosts))
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "float64"])
+def test_parts_of_other_dtypes_are_gathered_and_scattered(dtype: str) -> None:
+    values(on_devices(functools.partial(parts_of_every_rank, dtype_name=dtype), 4, 1, hosts=(0, 0, 1, 1)))
+
+
+def writes_over_a_result(group: Any, device_api: Any) -> None:
+    """A staged call writes where an earlier call's copies from the windows are still to come."""
+    tensor, other = device_api.tensor(distinct(group.rank(), COUNT)), device_api.tensor(torch.full((COUNT,), 7.0))
+    root = dist.BroadcastOptions()
+    root.rootRank = 1
+    first = group.allreduce([tensor], reduce_options())
+    second = group.broadcast([other if group.rank() == 1 else tensor], root)
+    if group.rank() != 1:
+        while not second.is_completed():
+            assert second.exception() is None
+    for work in (first, second):
+        work.wait()
+    found = device_api.value(tensor)
+    assert group.rank() == 1 or found.eq(7).all(), "the earlier result came after the later one"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_staged_result_comes_after_an_earlier_result_from_the_windows(order: Any) -> None:
+    """The stream that copies back did not wait for the stream that copies from the windows."""
+    small = {"pinned_bytes": 120 << 10}
+    values(on_devices(writes_over_a_result, 2, order, **small))
+
+
+def means(group: Any, device_api: Any) -> None:
+    size, rank = group.size(), group.rank()
+    by_mean = dist.ReduceScatterOptions()
+    by_mean.reduceOp = dist.ReduceOp.AVG
+    whole = device_api.tensor(torch.cat([distinct(rank, COUNT) + 7 * each for each in range(size)]))
+    own = device_api.tensor(torch.zeros(COUNT))
+    group.reduce_scatter_single(own, whole, by_mean).wait()
+    due = sum(distinct(each, COUNT) for each in range(size)) / size + 7 * rank
+    assert torch.equal(device_api.value(own), due)
+    gathered = device_api.tensor(torch.zeros(size * COUNT))
+    group.all_gather_single(gathered, own).wait()
+    assert torch.equal(device_api.value(gathered).view(size, COUNT)[rank], due)
+    # Parts of different sizes are staged.
+    outs = [device_api.tensor(torch.zeros(COUNT - each)) for each in range(size)]
+    group.allgather([outs], [device_api.tensor(distinct(rank, COUNT - rank))]).wait()
+    for each, out in enumerate(outs):
+        assert torch.equal(device_api.value(out), distinct(each, COUNT - each))
+
+
+def test_fsdps_collectives_run_inside_hosts() -> None:
+    values(on_devices(means, 4, 2, hosts=(0, 0, 1, 1)))
+
+
+def overlaps(group: Any, device_api: Any) -> list[str]:
+    """The steps of this rank, in order: chunks that begin between hosts, and barriers inside."""
+    tensor, steps = device_api.tensor(distinct(group.rank(), COUNT)), []
+    group.allreduce([tensor], reduce_options()).wait()
+    path = group.devices._paths.intra_host
+    begin, gather, step = path.between.begin, path._sums.gather, path.between.step
+
+    def noted(name: str, call: Any) -> Any:
+        def run(*of: Any) -> Any:
+            steps.append(name)
+            return call(*of)
+
+        return run
+
+    path.between.begin, path.between.step = noted("begins", begin), noted("awaits", step)
+    path._sums.gather = noted("gathers", gather)
+    group.allreduce([tensor], reduce_options()).wait()
+    device_api.value(tensor)
+    return steps
+
+
+def test_a_chunk_is_inside_the_hosts_while_the_chunk_before_is_between_them() -> None:
+    for steps in values(on_devices(overlaps, 4, "late", hosts=(0, 0, 1, 1))):
+        chunks = steps.count("begins")
+        assert chunks == 4 and steps[:2] == ["begins", "begins"], steps
+        assert steps.index("awaits") > 1 and [each for each in steps if each != "awaits"] == [
+            "begins", *["begins", "gathers"] * (chunks - 1), "gathers",
+        ], steps  # fmt: skip
+
+
+def test_chunks_advance_two_at_a_time_in_one_order() -> None:
+    done = []
+
+    def chunk(number: int) -> Any:
+        for step in range(2):
+            done.append((number, step))
+            yield
+        done.append((number, 2))
+
+    intra_host.advance_in_turn(chunk(number) for number in range(3))
+    assert done == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (2, 0), (1, 2), (2, 1), (2, 2)]
+
+
+def of_another_size(group: Any, device_api: Any) -> None:
+    tensor = device_api.tensor(torch.ones(COUNT - 500 * (group.rank() % 2)))
+    group.allreduce([tensor], reduce_options()).wait()
+    device_api.value(tensor)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 1, 1)])
+def test_ranks_of_a_host_whose_calls_differ_get_an_error(hosts: tuple[int, ...]) -> None:
+    """A former fault: they added up different elements, and told nobody."""
+    for outcome in on_devices(of_another_size, len(hosts), hosts=hosts):
+        assert outcome.error in ("Mismatch", "GroupAborted", "PeerLost"), outcome
+        assert "all_reduce of 60001 f32" in outcome.text and "all_reduce of 59501 f32" in outcome.text, outcome
+
+
+def breaks_in_the_middle(group: Any, device_api: Any, kind: str) -> None:
+    tensors = [device_api.tensor(torch.ones(COUNT)) for _ in range(group.size())]
+    group.allreduce([tensors[0]], reduce_options()).wait()
+    if group.rank() == 2:
+        copies, original = [0], device_api.copy
+
+        def copy(*of: Any) -> None:
+            copies[0] += 1
+            if copies[0] > 8:
+                device_api.broken = "an uncorrectable ECC error"
+            original(*of)
+
+        device_api.copy = copy
+    work = (
+        group.allgather([tensors], [tensors[0]])
+        if kind == "all_gather"
+        else group.reduce_scatter([tensors[0]], [tensors])
+    )
+    work.wait()
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_device_that_fails_between_two_chunks_ends_the_call_on_all_ranks(kind: str) -> None:
+    outcomes = on_devices(
+        functools.partial(breaks_in_the_middle, kind=kind), 4, "late", hosts=(0, 0, 1, 1), timeout_s=30.0
+    )
+    for outcome in outcomes:
+        assert outcome.error and "uncorrectable ECC error" in outcome.text, outcome

@@ -79,11 +79,20 @@ def exchange_messages(group: Group, message: Any, deadline: float) -> list[Any]:
     packed = msgpack.packb(message)
     if len(packed) > _MESSAGE_BYTES - 4:
         raise ValueError(f"rank {group.rank}: a message of {len(packed)} bytes is longer than {_MESSAGE_BYTES - 4}")
-    own = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     framed = len(packed).to_bytes(4, "big") + packed
-    own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+    messages = _exchange(group, framed, _MESSAGE_BYTES, deadline)
+    return [msgpack.unpackb(each[4 : 4 + int.from_bytes(each[:4], "big")]) for each in messages]
+
+
+def exchange_texts(group: Group, text: str, nbytes: int, deadline: float) -> list[str]:
+    """Gather all ranks' texts, by rank, each cut to `nbytes` of ASCII."""
+    return [each.rstrip(b"\0").decode() for each in _exchange(group, text.encode()[:nbytes], nbytes, deadline)]
+
+
+def _exchange(group: Group, message: bytes, nbytes: int, deadline: float) -> list[bytes]:
+    """Gather all ranks' messages, by rank, each filled up to `nbytes` by zeros."""
+    own = torch.frombuffer(bytearray(message.ljust(nbytes, b"\0")), dtype=torch.uint8)
     gathered = [torch.empty_like(own) for _ in range(group.size)]
     call = Prepared("all_gather", inputs=[own], outputs=gathered)
     group.wait(call.submit(group, seconds_until(deadline), wait_here=True))
-    texts = [bytes(each.tolist()) for each in gathered]
-    return [msgpack.unpackb(text[4 : 4 + int.from_bytes(text[:4], "big")]) for text in texts]
+    return [each.numpy().tobytes() for each in gathered]

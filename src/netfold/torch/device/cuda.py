@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -20,7 +21,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch.device import cuda_driver
-from netfold.torch.device.device_api import DeviceApi, NcclGroup
+from netfold.torch.device.device_api import DeviceApi, Gate, NcclGroup
 
 log = logging.getLogger("netfold")
 
@@ -101,6 +102,13 @@ class CudaApi:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def register(self, memory: Tensor) -> bool:
+        # torch's copies need only the registration: they ask the driver what kind of memory an address is in.
+        return cuda_driver.register_host_memory(memory.data_ptr(), memory.nbytes)
+
+    def unregister(self, memory: Tensor) -> None:
+        cuda_driver.unregister_host_memory(memory.data_ptr())
+
     def empty(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
@@ -143,6 +151,10 @@ class CudaApi:
         counters: Any = torch.UntypedStorage
         counters._release_ipc_counter(handle["counter"], handle["counter_offset"], device=device)
 
+    def new_gate(self, device: torch.device) -> Gate | None:
+        index = _index(device)
+        return _words[index].gate(self) if _can_wait_for_values(index) else None
+
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=[device])
 
@@ -152,6 +164,65 @@ class CudaApi:
 
     def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> NcclGroup:
         return _Nccl(self, device, store, rank, size)
+
+
+class _Words:
+    """The words of one device's gates. Thread-safe.
+
+    A word serves one gate after another, each with a value one larger. A stream that reaches the wait of an earlier
+    gate late finds a later value, which ends the wait, too. The memory is never freed, since a stream may wait for it
+    as long as the process lives.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages: list[Tensor] = []
+        self._words: collections.deque[tuple[Any, int]] = collections.deque()  # each with its last gate's value
+
+    def gate(self, device_api: CudaApi) -> _Gate:
+        with self._lock:
+            # A word is free once its last gate has opened: a device's write that is still to come would undo the next.
+            for _ in range(len(self._words)):
+                word, value = self._words.popleft()
+                if word.value == value & 0xFFFFFFFF:
+                    break
+                self._words.append((word, value))
+            else:
+                page = device_api.pinned(_WORDS_BYTES).zero_()
+                self._pages.append(page)
+                addresses = range(page.data_ptr(), page.data_ptr() + _WORDS_BYTES, 4)
+                self._words.extendleft((ctypes.c_uint32.from_address(address), 0) for address in addresses)
+                word, value = self._words.popleft()
+            self._words.append((word, value + 1))
+        return _Gate(word, value + 1)
+
+
+class _Gate:
+    """See `Gate`. The address of memory that torch pins is the same on the device (unified addressing)."""
+
+    def __init__(self, word: Any, value: int) -> None:
+        self._word = word
+        self._address = ctypes.addressof(word)
+        self._value = value
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        cuda_driver.wait_for_value(stream.cuda_stream, self._address, self._value)
+
+    def open_after(self, stream: torch.cuda.Stream) -> None:
+        cuda_driver.write_value(stream.cuda_stream, self._address, self._value)
+
+    def open(self) -> None:
+        self._word.value = self._value
+
+
+# One page of the host's memory: 1024 gates may be closed at a time before a device gets another page.
+_WORDS_BYTES = 4096
+_words: dict[int, _Words] = collections.defaultdict(_Words)
+
+
+@functools.cache
+def _can_wait_for_values(index: int) -> bool:
+    return cuda_driver.can_wait_for_values(index)
 
 
 # Variables that ProcessGroupNCCL reads in its constructor. Other values could end the process. netfold's driver handles

@@ -1,7 +1,10 @@
-"""CUDA functions that torch lacks in Python, called in the driver by ctypes: capture modes, and new streams.
+"""CUDA functions that torch lacks in Python, called in the driver by ctypes.
+
+They are: capture modes, new streams, waits of streams for values in memory, and the registration of host memory.
 
 The driver library's names and ABI do not change with the CUDA release. The runtime library's do, and torch has its own
-copy. Without the driver library (ROCm), capture modes are not changed, and there are no new streams.
+copy. Without the driver library (ROCm), capture modes are not changed, and there are no new streams, no waits for
+values, and no registrations.
 """
 
 from __future__ import annotations
@@ -18,6 +21,15 @@ _LIBRARY = "libcuda.so.1"
 # do not affect captures of other threads (CUDA driver API, cuThreadExchangeStreamCaptureMode).
 GLOBAL, RELAXED = 0, 2
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+# CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: of the functions named _v2, which CUDA 11.7 brought. The attribute
+# CAN_USE_STREAM_MEM_OPS (92) is about the older functions, which drivers switch off by default. The functions for 32
+# bits have no attribute of their own.
+_CAN_USE_STREAM_MEM_OPS = 122
+# CU_STREAM_WAIT_VALUE_GEQ compares as (int32_t)(*address - value) >= 0. CU_STREAM_WRITE_VALUE_DEFAULT has a memory
+# barrier: a stream that sees the value sees all earlier writes of the writing stream.
+_WAIT_GEQ, _WRITE_DEFAULT = 0, 0
+# CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all devices.
+_PORTABLE = 1
 
 
 def set_capture_mode(mode: int) -> int:
@@ -48,6 +60,52 @@ def create_stream(index: int) -> int | None:
     finally:
         _call(library.cuCtxPopCurrent_v2, ctypes.byref(context))
     return stream.value
+
+
+def can_wait_for_values(index: int) -> bool:
+    """Whether streams of device `index` can wait for a value in memory."""
+    library = _library(ctypes.CDLL)
+    if library is None or not hasattr(library, "cuStreamWaitValue32_v2"):
+        return False
+    device, found = ctypes.c_int(), ctypes.c_int()
+    _call(library.cuDeviceGet, ctypes.byref(device), ctypes.c_int(index))
+    _call(library.cuDeviceGetAttribute, ctypes.byref(found), ctypes.c_int(_CAN_USE_STREAM_MEM_OPS), device)
+    return bool(found.value)
+
+
+def wait_for_value(stream: int, address: int, value: int) -> None:
+    """Have later work of the stream wait until the u32 at `address`, pinned memory, is `value` or later."""
+    _memory_operation("cuStreamWaitValue32_v2", stream, address, value, _WAIT_GEQ)
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Have the stream write `value` to the u32 at `address`, pinned memory, after all its work so far."""
+    _memory_operation("cuStreamWriteValue32_v2", stream, address, value, _WRITE_DEFAULT)
+
+
+def _memory_operation(name: str, stream: int, address: int, value: int, flags: int) -> None:
+    _call(
+        getattr(_library(ctypes.CDLL), name),
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint32(value & 0xFFFFFFFF),
+        ctypes.c_uint(flags),
+    )
+
+
+def register_host_memory(address: int, nbytes: int) -> bool:
+    """Pin mapped memory for the copy engines. False without the driver library. Raises RuntimeError if CUDA refuses."""
+    library = _library(ctypes.CDLL)
+    if library is None:
+        return False
+    arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
+    _call(library.cuMemHostRegister_v2, *arguments)
+    return True
+
+
+def unregister_host_memory(address: int) -> None:
+    """End the registration that begins at `address`. No copy may use the memory any more."""
+    _call(_library(ctypes.CDLL).cuMemHostUnregister, ctypes.c_void_p(address))
 
 
 def _call(function: Any, *arguments: Any) -> None:

@@ -34,6 +34,22 @@ class Stream(Protocol):
         """Have later work of the stream wait for the event. Does not block the host."""
 
 
+class Gate(Protocol):
+    """A word of pinned memory for which streams wait. Opens once; a stream that waits later does not stop.
+
+    CUDA knows nothing of the order that a gate makes. See "Streams" in docs/how-to/cuda.md for what follows.
+    """
+
+    def hold(self, stream: Any) -> None:
+        """Have later work of the stream wait until the gate opens. Does not block the host."""
+
+    def open_after(self, stream: Any) -> None:
+        """Open once the stream has run all work submitted so far."""
+
+    def open(self) -> None:
+        """Open at once, by the host. Needs no device and no lock of CUDA's. Not after `open_after`."""
+
+
 class NcclGroup(Protocol):
     """An NCCL group. Its collectives run in the order of the given stream and do not block the host.
 
@@ -111,6 +127,12 @@ class DeviceApi(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 of pinned host memory."""
 
+    def register(self, memory: Tensor) -> bool:
+        """Pin a CPU tensor's memory, until `unregister`, for copies as from `pinned`. False if the device cannot."""
+
+    def unregister(self, memory: Tensor) -> None:
+        """Undo `register`, before the memory is freed. No copy may use it any more."""
+
     def empty(self, stream: Any, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 on the stream's device. Only that stream may use it at once."""
 
@@ -132,6 +154,9 @@ class DeviceApi(Protocol):
 
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:
         """End a lease without opening it."""
+
+    def new_gate(self, device: torch.device) -> Gate | None:
+        """Make a gate for streams of `device`; None if the device cannot wait for a word of memory."""
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         """Make a Future whose `wait` has the current stream wait for the stream in which it was resolved."""

@@ -92,9 +92,10 @@ class DeviceDriver:
         with self.device_api.on(device):
             refuse_capture(self.device_api, self._group.rank, f"{calls[0].kind} on {device}")
             ready = self.device_api.current_stream(device).record_event()
-        work = DeviceWork(self.device_api, device, result, self._group.rank)
         seconds = self._group.timeout_s if timeout_s is None else timeout_s
-        job = _Job(calls, work, ready, time.monotonic() + seconds, device, len(calls))
+        deadline = time.monotonic() + seconds
+        work = DeviceWork(self.device_api, device, result, self._group.rank, deadline, self._end_group)
+        job = _Job(calls, work, ready, deadline, device, len(calls))
         with self._changed:
             if self._pid != os.getpid():
                 raise RuntimeError("this group was made before a fork; make a new one in the child")
@@ -138,6 +139,11 @@ class DeviceDriver:
             return
         if self._ending.wait(_STOP_S):
             thread.join(_JOIN_S)
+
+    def _end_group(self, error: Exception) -> None:
+        """End the group from another thread, while the thread may be blocked in a call of CUDA's."""
+        self._group.abort(str(error))
+        self.close(str(error), failed=True)
 
     def why(self) -> str:
         """Describe the paths on which the ranks agreed, in a sentence."""
@@ -264,7 +270,7 @@ class DeviceDriver:
             if intra_host is not None and intra_host.takes(call):
                 staged.drain()
                 done = intra_host.run(call, [job.ready, staged.back.record_event()], job.deadline)
-                staged.copy_back(call.outputs, done)
+                staged.in_use((*call.inputs, *call.outputs), done, intra_host.stream)
                 if intra_host.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()

@@ -27,12 +27,14 @@ from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device.chunks import Chunk, chunk_elements, count_chunks, split_into_chunks
 from netfold.torch.device.device_api import DeviceApi, Event, wait_for
-from netfold.torch.device.pinned import ALIGN_BYTES
+from netfold.torch.device.pinned import ALIGN_BYTES, Slots
 
 Tensor = torch.Tensor
 
-# With more result addresses than this, remove those whose copies are done.
+# With more results than this, remove those whose copies are done.
 _MAX_LANDING = 256
+
+Bytes = tuple[int, int]  # the first address, and the one after the last
 
 
 @dataclass(eq=False)
@@ -54,23 +56,37 @@ class StagedChunk:
     operation: Any = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Landing:
+    """Bytes that the device may use until `event`, which is in `stream`."""
+
+    bytes: Bytes
+    event: Event
+    stream: Any
+
+
 class HostStaging:
     """The pipeline of one group and one device. Not thread-safe."""
 
-    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, slots: Slots) -> None:
         self._group = group
         self._device_api = device_api
         self._device = device
         self.out = device_api.new_stream(device)
         self.back = device_api.new_stream(device)
-        self._slots = collections.deque(Slot(memory) for memory in slots)
+        self.memory = slots
+        self._slots = collections.deque(Slot(memory) for memory in slots.memory)
         self._slot_bytes = self._slots[0].memory.numel()
         self._leaving: collections.deque[StagedChunk] = collections.deque()
         self._running: collections.deque[StagedChunk] = collections.deque()
-        # By address: memory that chunks under way will write, and memory whose copies to the device may not be done.
-        # Later reads must wait for both.
-        self._written: collections.Counter[int] = collections.Counter()
-        self._landing: dict[int, Event] = {}
+        # Memory that chunks under way will write, and memory that the device may still write or read for a call whose
+        # chunks are all done. Later calls on overlapping bytes wait for both.
+        self._written: collections.Counter[Bytes] = collections.Counter()
+        self._landing: list[_Landing] = []
+
+    def elements_a_slot(self, call: Prepared) -> int:
+        """The number of elements of each tensor of `call` that one slot takes."""
+        return chunk_elements(call, self._group.size, self._slot_bytes)
 
     @property
     def busy(self) -> bool:
@@ -88,12 +104,12 @@ class HostStaging:
         if call.kind == "all_to_all":
             self.drain()  # all ranks must submit in one order
             count = self._greatest(count, deadline)
-        elif any(_place(tensor) in self._written for tensor in some):
+        elif any(_overlap(bytes_of(tensor), each) for tensor in some for each in self._written):
             self.drain()
-        for tensor in some:
-            landing = self._landing.get(_place(tensor))
-            if landing is not None:
-                self.out.wait_event(landing)
+        for landing in self._landing:
+            if any(_overlap(bytes_of(tensor), landing.bytes) for tensor in some):
+                self.out.wait_event(landing.event)
+                self.back.wait_event(landing.event)
         self.out.wait_event(ready)
         self.back.wait_event(ready)
         for tensor in some:
@@ -107,6 +123,11 @@ class HostStaging:
         if self._running:
             self._return(self._running.popleft())
         elif self._leaving:
+            self._run(self._leaving.popleft())
+
+    def start(self) -> None:
+        """Submit the collectives of all chunks that have begun. Waits for their copies to the host."""
+        while self._leaving:
             self._run(self._leaving.popleft())
 
     def drain(self) -> None:
@@ -130,7 +151,7 @@ class HostStaging:
             self._device_api.copy(self.out, regions[id(tensor)], tensor)
         left = self.out.record_event() if piece.out else None
         for tensor in piece.back:
-            self._written[_place(tensor)] += 1
+            self._written[bytes_of(tensor)] += 1
         self._leaving.append(StagedChunk(call, piece, slot, deadline, left, returned))
         if len(self._leaving) > 1:
             self._run(self._leaving.popleft())
@@ -157,23 +178,37 @@ class HostStaging:
         regions = _regions(passage.slot.memory, passage.chunk)
         for tensor in passage.chunk.back:
             self._device_api.copy(self.back, tensor, regions[id(tensor)])
-            place = _place(tensor)
+            place = bytes_of(tensor)
             self._written[place] -= 1
             if not self._written[place]:
                 del self._written[place]
         passage.slot.free = self.back.record_event() if passage.chunk.back else None
         if passage.slot.free is not None:
-            self.copy_back(passage.chunk.back, passage.slot.free)
+            self.in_use(passage.chunk.back, passage.slot.free, self.back)
         self._slots.append(passage.slot)
         if passage.returned is not None:
             passage.returned(self.back.record_event())
 
-    def copy_back(self, tensors: Iterable[Tensor], event: Event) -> None:
-        """Have later calls that read these tensors wait for `event`."""
+    def in_use(self, tensors: Iterable[Tensor], event: Event, stream: Any) -> None:
+        """Have later calls on these tensors' bytes wait for `event`, recorded last in `stream`.
+
+        The work before the event must come after all earlier events of the same bytes.
+        """
         if len(self._landing) > _MAX_LANDING:
-            self._landing = {place: each for place, each in self._landing.items() if not each.query()}
+            self._landing = [each for each in self._landing if not each.event.query()]
         for tensor in tensors:
-            self._landing[_place(tensor)] = event
+            begin, end = bytes_of(tensor)
+            if begin == end:
+                continue
+            kept = []
+            for each in self._landing:
+                if begin <= each.bytes[0] and each.bytes[1] <= end:
+                    continue  # the new event comes after this one
+                if each.stream is stream and each.bytes[1] == begin:
+                    begin = each.bytes[0]  # the chunk before: the stream has passed it once it passes this event
+                    continue
+                kept.append(each)
+            self._landing = [*kept, _Landing((begin, end), event, stream)]
 
     def _greatest(self, count: int, deadline: float) -> int:
         number = torch.tensor([count])
@@ -195,5 +230,11 @@ def _regions(memory: Tensor, piece: Chunk) -> dict[int, Tensor]:
     return regions
 
 
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def bytes_of(tensor: Tensor) -> Bytes:
+    """The addresses of a contiguous tensor's elements."""
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.nbytes
+
+
+def _overlap(one: Bytes, other: Bytes) -> bool:
+    return one[0] < other[1] and other[0] < one[1]

@@ -1,21 +1,30 @@
-"""all_reduce in three steps: reduce-scatter in a host, all_reduce of each shard between hosts, all-gather in a host.
+"""Collectives in three steps: inside each host, between hosts, inside each host again.
 
-The all_reduce runs among the ranks that have the same shard on their hosts. Each of a host's L ranks sends 1/L of the
-bytes that it would send alone. For the i32 wire format the GPU quantises the values first, so the bits equal those of a
-sum made on hosts.
+Ranks with the same position on their hosts are peers. They run the step between hosts, by the staged path:
+
+    all_reduce       reduce-scatter in a host; all_reduce of each shard among peers; all-gather in a host
+    reduce_scatter   each rank reduces each of its peers' parts over its host; reduce_scatter among peers
+    all_gather       all_gather among peers; all_gather of the peers' blocks in a host
+
+Each of a host's L ranks sends 1/L of the bytes that it would send alone. For the i32 wire format the GPU quantises the
+values first, so the bits equal those of a sum made on hosts.
+
+A tensor is processed in chunks, of which two are under way: while one is between hosts, the next one is inside the
+hosts. A chunk is a generator, which yields while it is between hosts. All ranks advance their chunks in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from netfold.communicator import Group
 from netfold.torch.calls import DTYPE_NAMES, Prepared
-from netfold.torch.device import arithmetic, fixed_point
-from netfold.torch.device.chunks import BLOCK_ELEMENTS
+from netfold.torch.device import arithmetic, fixed_point, ipc
+from netfold.torch.device.chunks import BLOCK_ELEMENTS, as_bytes
 from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
 from netfold.torch.device.host_staging import HostStaging
 
@@ -37,14 +46,20 @@ class IntraHostReducer(Protocol):
     # Whether kernels wait for other ranks' kernels. Then only the passing of its event shows that a sum is complete.
     kernels_wait: bool
 
-    def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
+    shares: bool  # whether `share` exists: all_gather and reduce_scatter, too
+
+    def announce(self, signature: str) -> None:
+        """A call begins. Where this needs no further message, ranks whose signatures differ get an error."""
+
+    def scatter(self, values: Tensor, reduce: str, slot: int, deadline: float) -> Tensor:
         """Reduce-scatter `values`. Returns this rank's shard, a view that is valid until `gather`, which sends it.
 
+        slot: 0 to `ipc.SLOTS` - 1, in turn. Two chunks may be between `scatter` and `gather`, in one order.
         The shard may be empty. It is as long as the same shard on other hosts.
         """
 
-    def gather(self, values: Tensor, deadline: float) -> None:
-        """All-gather the shards into `values`."""
+    def gather(self, values: Tensor, slot: int, deadline: float) -> None:
+        """All-gather the shards of `slot` into `values`."""
 
     def release(self, *, settled: bool) -> None:
         """Free the resources. settled: the device has finished all work."""
@@ -56,6 +71,7 @@ class NcclReducer:
     chunk_bytes = _NCCL_BYTES
     dtypes = _NCCL_DTYPES
     kernels_wait = True
+    shares = False
 
     def __init__(self, device_api: DeviceApi, stream: Any, nccl_group: NcclGroup, size: int) -> None:
         self._device_api = device_api
@@ -64,27 +80,31 @@ class NcclReducer:
         self._size = size
         spare = size * BLOCK_ELEMENTS * 8
         self._whole = device_api.empty(stream, _NCCL_BYTES + spare)
-        self._shard = device_api.empty(stream, _NCCL_BYTES // size + spare)
+        # The stream orders the uses of `_whole`. A shard is also used between hosts.
+        self._shards = [device_api.empty(stream, _NCCL_BYTES // size + spare) for _ in range(ipc.SLOTS)]
 
-    def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
-        whole, shard = self._buffers(values)
+    def announce(self, signature: str) -> None:
+        """Do nothing: ranks whose calls differ wait for each other until the deadline."""
+
+    def scatter(self, values: Tensor, reduce: str, slot: int, deadline: float) -> Tensor:
+        whole, shard = self._buffers(values, slot)
         self._device_api.copy(self._stream, whole[: values.numel()], values)
         # The padding after the values is reduced with them and never read.
         self._nccl_group.reduce_scatter(self._stream, shard, whole, reduce)
         return shard
 
-    def gather(self, values: Tensor, deadline: float) -> None:
-        whole, shard = self._buffers(values)
+    def gather(self, values: Tensor, slot: int, deadline: float) -> None:
+        whole, shard = self._buffers(values, slot)
         self._nccl_group.all_gather(self._stream, whole, shard)
         self._device_api.copy(self._stream, values, whole[: values.numel()])
 
     def release(self, *, settled: bool) -> None:
         """Do nothing: no memory here is shared with other processes."""
 
-    def _buffers(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _buffers(self, values: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         each = -(-values.numel() // (self._size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
         nbytes = each * values.element_size()
-        return self._whole[: self._size * nbytes].view(values.dtype), self._shard[:nbytes].view(values.dtype)
+        return self._whole[: self._size * nbytes].view(values.dtype), self._shards[slot][:nbytes].view(values.dtype)
 
 
 class IntraHostPath:
@@ -101,22 +121,26 @@ class IntraHostPath:
     ) -> None:
         """Make the path.
 
-        between: stages among the ranks with this rank's index on their hosts; None with one host.
+        between: stages among this rank's peers, in the order of hosts; None with one host.
         watch: a group of the host's ranks in which the driver detects failures while kernels wait for each other.
         """
         self._group = group
         self._device_api = device_api
-        self._stream = stream
+        self.stream = stream
         self._sums = sums
-        self._between = between
+        self.between = between
         self.watch = watch
         self.kernels_wait = sums.kernels_wait
+        # By host, then by position: the ranks of the group.
+        self._hosts = ranks_by_host(group.nodes)
+        (self._position,) = (host.index(group.rank) for host in self._hosts if group.rank in host)
+        self._slot = 0
 
     @property
     def streams(self) -> list[Any]:
         """All streams that this path uses."""
-        between = self._between
-        return [self._stream, *((between.out, between.back) if between is not None else ())]
+        between = self.between
+        return [self.stream, *((between.out, between.back) if between is not None else ())]
 
     def release(self, *, settled: bool) -> None:
         """See `IntraHostReducer.release`."""
@@ -124,26 +148,40 @@ class IntraHostPath:
 
     def takes(self, call: Prepared) -> bool:
         """Whether this path runs the call; the same on all ranks. Excludes i8, which natively rounds at random."""
-        if call.kind != "all_reduce" or call.inputs or call.outputs[0].nbytes < MIN_BYTES:
+        if call.kind == "all_reduce":
+            if call.inputs or call.outputs[0].nbytes < MIN_BYTES:
+                return False
+            return self._can_reduce(call, call.outputs[0]) and self._wire(call) != "i8"
+        if call.kind not in ("all_gather", "reduce_scatter") or not self._sums.shares:
             return False
-        dtype = _plain(call.outputs[0]).dtype
-        if dtype not in self._sums.dtypes:
+        # All ranks know the sizes of all parts.
+        tensors = [*call.inputs, *call.outputs]
+        if len({tensor.nbytes for tensor in tensors}) > 1 or tensors[0].nbytes * self._group.size < MIN_BYTES:
             return False
-        return arithmetic.can_reduce(dtype, call.reduce, average=call.average) and self._wire(call) != "i8"
+        return call.kind == "all_gather" or self._can_reduce(call, tensors[0])
+
+    def _can_reduce(self, call: Prepared, tensor: Tensor) -> bool:
+        dtype = _plain(tensor).dtype
+        return dtype in self._sums.dtypes and arithmetic.can_reduce(dtype, call.reduce, average=call.average)
 
     def run(self, call: Prepared, ready: Sequence[Event], deadline: float) -> Event:
         """Run the call after all events of `ready`. Returns the event after which the result is in place."""
-        values = _plain(call.outputs[0])
-        self._device_api.keep(values, self._stream)
+        tensors = [*call.inputs, *call.outputs]
+        for tensor in tensors:
+            self._device_api.keep(tensor, self.stream)
         for event in ready:
-            self._stream.wait_event(event)
-        sum_up: Callable[[Tensor, str, float], None] = self._fixed if self._wire(call) == "i32" else self._sum
-        elements = self._sums.chunk_bytes // values.element_size()
-        for piece in torch.split(values, elements):
-            sum_up(piece, call.reduce, deadline)
+            self.stream.wait_event(event)
+        self._sums.announce(_signature(call, tensors[0].numel()))
+        chunks = {
+            "all_reduce": self._all_reduce,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+        }
+        advance_in_turn(chunks[call.kind](call, deadline))
         if call.average:
-            self._device_api.launch(self._stream, lambda: arithmetic.divide(values, self._group.size))
-        done: Event = self._stream.record_event()
+            result = _plain(call.outputs[0])
+            self._device_api.launch(self.stream, lambda: arithmetic.divide(result, self._group.size))
+        done: Event = self.stream.record_event()
         return done
 
     def _wire(self, call: Prepared) -> str:
@@ -153,30 +191,135 @@ class IntraHostPath:
             return ""
         return str(self._group.table.choose("all_reduce", tensor.nbytes).wire)
 
-    def _sum(self, values: Tensor, reduce: str, deadline: float) -> None:
-        shard = self._sums.scatter(values, reduce, deadline)
-        if self._between is not None and len(shard):
-            call = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
-            returned: list[Event] = []
-            self._between.begin(call, self._stream.record_event(), deadline, returned.append)
-            self._between.drain()
-            self._stream.wait_event(returned[0])
-        self._sums.gather(values, deadline)
+    # --- chunks ----------------------------------------------------------------------------------------------------
 
-    def _fixed(self, values: Tensor, reduce: str, deadline: float) -> None:
-        device_api, stream, headroom = self._device_api, self._stream, fixed_point.headroom_bits(self._group.size)
+    def _all_reduce(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
+        values = _plain(call.outputs[0])
+        sum_up: Callable[[Tensor, str, float], Iterator[None]] = self._sum
+        if self._wire(call) == "i32":
+            sum_up = self._fixed
+        local = len(self._hosts[0])
+        elements = self._sums.chunk_bytes // values.element_size()
+        if self.between is not None:  # a shard in one slot
+            shard = Prepared("all_reduce", outputs=[values])
+            elements = min(elements, local * self.between.elements_a_slot(shard))
+        for piece in torch.split(values, _whole_blocks(elements, local)):
+            yield sum_up(piece, call.reduce, deadline)
+
+    def _sum(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
+        slot = self._next_slot()
+        shard = self._sums.scatter(values, reduce, slot, deadline)
+        if len(shard):
+            peers = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
+            yield from self._among_peers(peers, deadline)
+        elif self.between is not None:
+            yield  # ranks with and without a shard advance alike
+        self._sums.gather(values, slot, deadline)
+
+    def _fixed(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
+        device_api, stream, headroom = self._device_api, self.stream, fixed_point.headroom_bits(self._group.size)
         count = values.numel()
         found = self._integers(fixed_point.block_count(count))
         device_api.launch(stream, lambda: found.copy_(fixed_point.magnitudes(values)))
-        self._sum(found, "max", deadline)
+        yield from self._sum(found, "max", deadline)
         integers = self._integers(count)
         device_api.launch(stream, lambda: found.copy_(fixed_point.exponents(found)))
         device_api.launch(stream, lambda: integers.copy_(fixed_point.quantise(values, found, headroom)))
-        self._sum(integers, reduce, deadline)
+        yield from self._sum(integers, reduce, deadline)
         device_api.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, found, headroom)))
 
+    def _all_gather(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
+        own, outputs = as_bytes(call.inputs[0]), [as_bytes(tensor) for tensor in call.outputs]
+        nbytes = self._sums.chunk_bytes // len(self._hosts)
+        for begin in range(0, own.numel(), _whole_blocks(nbytes, 1)):
+            end = begin + _whole_blocks(nbytes, 1)
+            yield self._gather_chunk(own[begin:end], [each[begin:end] for each in outputs], deadline)
+
+    def _gather_chunk(self, own: Tensor, outputs: Sequence[Tensor], deadline: float) -> Iterator[None]:
+        mine = [outputs[host[self._position]] for host in self._hosts]
+        if self.between is None:
+            self._device_api.copy(self.stream, mine[0], own)
+        else:
+            yield from self._among_peers(Prepared("all_gather", inputs=[own], outputs=mine), deadline)
+        shared = self._shared(mine, deadline)
+        for position, blocks in enumerate(shared):
+            for host, block in zip(self._hosts, blocks, strict=True):
+                if position != self._position:
+                    self._device_api.copy(self.stream, outputs[host[position]], block)
+
+    def _reduce_scatter(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
+        output, parts = _plain(call.outputs[0]), [_plain(tensor) for tensor in call.inputs]
+        elements = _whole_blocks(self._sums.chunk_bytes // (len(parts) * output.element_size()), 1)
+        for begin in range(0, output.numel(), elements):
+            end = begin + elements
+            yield self._scatter_chunk(output[begin:end], [each[begin:end] for each in parts], call.reduce, deadline)
+
+    def _scatter_chunk(self, output: Tensor, parts: Sequence[Tensor], reduce: str, deadline: float) -> Iterator[None]:
+        shared = self._shared(parts, deadline)
+        sums: Any = self._sums
+        shards = [sums.reduce_part(shared, host[self._position], reduce) for host in self._hosts]
+        if self.between is None:
+            self._device_api.copy(self.stream, output, shards[0])
+            return
+        dtype = DTYPE_NAMES[output.dtype]
+        peers = Prepared("reduce_scatter", dtype=dtype, reduce=reduce, inputs=shards, outputs=[output])
+        yield from self._among_peers(peers, deadline)
+
+    def _shared(self, values: Sequence[Tensor], deadline: float) -> list[list[Tensor]]:
+        sums: Any = self._sums
+        shared: list[list[Tensor]] = sums.share(values, self._next_slot(), deadline)
+        return shared
+
+    def _among_peers(self, call: Prepared, deadline: float) -> Iterator[None]:
+        """Run a call among this rank's peers, after the stream's work so far. Yields while it is on the way."""
+        if self.between is None:
+            return
+        returned: list[Event] = []
+        self.between.begin(call, self.stream.record_event(), deadline, returned.append)
+        self.between.start()
+        yield
+        while not returned:
+            self.between.step()
+        self.stream.wait_event(returned[0])
+
+    def _next_slot(self) -> int:
+        self._slot = (self._slot + 1) % ipc.SLOTS
+        return self._slot
+
     def _integers(self, count: int) -> Tensor:
-        return self._device_api.empty(self._stream, 4 * count).view(torch.int32)
+        return self._device_api.empty(self.stream, 4 * count).view(torch.int32)
+
+
+def advance_in_turn(chunks: Iterable[Iterator[None]]) -> None:
+    """Run all chunks, two at a time.
+
+    The two advance in turn, so their steps have one order on all ranks, and each step of a chunk comes after the same
+    step of the chunk before.
+    """
+    waiting = iter(chunks)
+    under_way: collections.deque[Iterator[None]] = collections.deque()
+    while True:
+        chunk = next(waiting, None) if len(under_way) < 2 else None
+        if chunk is None:
+            if not under_way:
+                return
+            chunk = under_way.popleft()
+        try:
+            next(chunk)
+        except StopIteration:
+            continue
+        under_way.append(chunk)
+
+
+def _signature(call: Prepared, elements: int) -> str:
+    """What must be the same on all ranks."""
+    reduce = "" if call.kind == "all_gather" else f" by {'mean' if call.average else call.reduce}"
+    return f"{call.kind} of {elements} {call.dtype}{reduce}"
+
+
+def _whole_blocks(elements: int, parts: int) -> int:
+    """The largest multiple of `parts` blocks up to `elements`, at least one."""
+    return max(1, elements // (parts * BLOCK_ELEMENTS)) * parts * BLOCK_ELEMENTS
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -191,11 +334,16 @@ def host_groups(nodes: Sequence[int], rank: int) -> tuple[list[int], list[int], 
     Returns the ranks of this rank's host, the ranks with this rank's index on every host, and the reason why the
     intra-host path is impossible, or an empty string.
     """
-    hosts = [[each for each, node in enumerate(nodes) if node == host] for host in sorted(set(nodes))]
-    mine = hosts[sorted(set(nodes)).index(nodes[rank])]
+    hosts = ranks_by_host(nodes)
+    (mine,) = (host for host in hosts if rank in host)
     counts = sorted({len(host) for host in hosts})
     if counts == [1]:
         return mine, [], "no two ranks share a host's memory"
     if len(counts) > 1:
         return mine, [], f"hosts have different numbers of ranks, {counts[0]} to {counts[-1]}"
     return mine, [host[mine.index(rank)] for host in hosts], ""
+
+
+def ranks_by_host(nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their numbers."""
+    return [[rank for rank, node in enumerate(nodes) if node == host] for host in sorted(set(nodes))]

@@ -37,7 +37,7 @@ class DevicePaths:
     staged: HostStaging
     intra_host: IntraHostPath | None
     done: Any  # the stream of the Works' results
-    reason: str  # the same sentence on all ranks
+    reason: str  # the same sentence on all ranks, but for the kind of pinned memory that a rank got
     parts: list[Any] = field(default_factory=list)  # subgroups, and the NCCL group
 
     def abort(self, reason: str) -> None:
@@ -52,13 +52,20 @@ class DevicePaths:
         Results come first: the host waits at most `SETTLE_S` for the device's work, and `meet_s` for the other ranks'
         devices. Work is aborted only after a failure or that time.
         """
-        settled = not failed and (self.intra_host is None or self._settle(self.intra_host, SETTLE_S))
+        between = None if self.intra_host is None else self.intra_host.between
+        stages = [self.staged] if between is None else [self.staged, between]
+        # Without an intra-host path, torch frees pinned memory only after the copies; memory of ours has to wait.
+        needed = self.intra_host is not None or any(each.memory.registered for each in stages)
+        settled = not failed and (not needed or self._settle(SETTLE_S))
         if not settled and not failed:
             log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
         if not settled:
             self.abort("the group was closed")
+        over = settled or (needed and self._settle(AFTER_ABORT_S))
         if self.intra_host is not None:
-            self.intra_host.release(settled=settled or self._settle(self.intra_host, AFTER_ABORT_S))
+            self.intra_host.release(settled=over)
+        for stage in stages:
+            stage.memory.release(settled=over)
         parts, self.parts = self.parts, []
         # Groups last: closing one ends the wait of other ranks in it.
         for part in sorted(parts, key=lambda each: isinstance(each, Group)):
@@ -67,11 +74,12 @@ class DevicePaths:
             elif settled:
                 part.close(meet_s)
 
-    def _settle(self, intra_host: IntraHostPath, wait_s: float) -> bool:
+    def _settle(self, wait_s: float) -> bool:
         """Wait for the device's work. Returns whether it is done."""
         deadline = time.monotonic() + wait_s
+        intra_host = self.intra_host.streams if self.intra_host is not None else []
         try:
-            for stream in (self.staged.out, self.staged.back, self.done, *intra_host.streams):
+            for stream in (self.staged.out, self.staged.back, self.done, *intra_host):
                 wait_for(stream.record_event(), deadline, 0, "the end of a group")
         except RuntimeError:
             return False
@@ -82,19 +90,22 @@ def choose_paths(
     group: Group, device_api: DeviceApi, device: torch.device, part: Store, deadline: float
 ) -> DevicePaths:
     """Choose the paths. Collective; the first operation of a group's driver. Raises as `exchange_capabilities`."""
-    slots: list[torch.Tensor] = []
+    slots: pinned.Slots | None = None
     problem = ""
     try:
-        slots = pinned.slots(device_api, int(group.options.pinned_bytes or 0), group.rank)
+        slots = slots_of(group, device_api)
     except NetfoldError as error:
         problem = str(error)
-    facts = capability_exchange.exchange_capabilities(
-        group, capability_exchange.capabilities_of(group, device_api, device, problem), deadline
-    )
     builder = _Builder(group, device_api, device, part, deadline)
     try:
+        facts = capability_exchange.exchange_capabilities(
+            group, capability_exchange.capabilities_of(group, device_api, device, problem), deadline
+        )
         intra_host, how = builder.intra_host([each.uuid for each in facts])
+        assert slots is not None, "its problem is this rank's, and raised on all"
     except BaseException:
+        if slots is not None:
+            slots.release(settled=True)  # not used yet
         for each in builder.parts:
             if isinstance(each, Group):
                 each.close()
@@ -108,6 +119,12 @@ def choose_paths(
     return paths
 
 
+def slots_of(group: Group, device_api: DeviceApi) -> pinned.Slots:
+    """Allocate a group's slots. Raises NetfoldError if the host refuses."""
+    nbytes = int(group.options.pinned_bytes or 0) or pinned.default_bytes(group.size)
+    return pinned.Slots(device_api, nbytes, group.rank, shared=group.shares_buckets)
+
+
 class _Builder:
     """Makes the paths, and keeps the subgroups that it makes for them."""
 
@@ -119,9 +136,11 @@ class _Builder:
         self._deadline = deadline
         self.parts: list[Any] = []
 
-    def paths(self, slots: Sequence[torch.Tensor], intra_host: IntraHostPath | None, how: str) -> DevicePaths:
+    def paths(self, slots: pinned.Slots, intra_host: IntraHostPath | None, how: str) -> DevicePaths:
         device_api, device = self._device_api, self._device
-        reason = f"{device_api.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
+        count, nbytes = len(slots.memory), slots.memory[0].numel()
+        kind = "shared, pinned" if slots.registered else "pinned"
+        reason = f"{device_api.kind}: {how}staged through {count} x {nbytes} bytes of {kind} memory"
         return DevicePaths(
             device,
             HostStaging(self._group, device_api, device, slots),
@@ -171,11 +190,11 @@ class _Builder:
     ) -> tuple[IntraHostPath, str]:
         group, device_api, device = self._group, self._device_api, self._device
         between = None
-        how = f"all_reduce from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
+        kinds = "all_reduce, all_gather and reduce_scatter" if sums.shares else "all_reduce"
+        how = f"{kinds} from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
             among = self._subgroup("between", members.index(group.rank), peers)
-            slots = pinned.slots(device_api, int(group.options.pinned_bytes or 0), group.rank)
-            between = HostStaging(among, device_api, device, slots)
+            between = HostStaging(among, device_api, device, slots_of(among, device_api))
             how += f", by netfold between {len(peers)} hosts"
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
         if without:

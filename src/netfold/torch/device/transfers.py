@@ -68,7 +68,7 @@ class DeviceTransfers:
             ready = device_api.current_stream(device).record_event()
             device_api.keep(staged, out)
         deadline = time.monotonic() + group.timeout_s
-        work = SendWork(device_api, device, [tensor], self._transfers, to)
+        work = SendWork(device_api, device, [tensor], self._transfers, to, deadline)
 
         def copy_and_send() -> None:
             device_api.enter(device)
@@ -90,7 +90,8 @@ class DeviceTransfers:
         """
         if (to, tag) not in self._queued:
             return None
-        work = QueuedSend(self._device_api, [tensor], self._transfers, to)
+        deadline = time.monotonic() + self._transfers.group.timeout_s
+        work = QueuedSend(self._device_api, _HOST, [tensor], self._transfers, to, deadline)
         with self._lock:
             if (to, tag) not in self._queued:
                 return None
@@ -175,8 +176,17 @@ def _stop() -> None:
 class SendWork(DeviceWork):
     """One send: settled once copied to the host, done when the native send is."""
 
-    def __init__(self, device_api: DeviceApi, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
-        super().__init__(device_api, device, result, transfers.group.rank)
+    def __init__(
+        self,
+        device_api: DeviceApi,
+        device: torch.device,
+        result: Any,
+        transfers: Transfers,
+        to: int,
+        deadline: float,
+    ) -> None:
+        group = transfers.group
+        super().__init__(device_api, device, result, group.rank, deadline, lambda error: group.abort(str(error)))
         self._transfers = transfers
         self._to = to
         self._operation: Any = None
@@ -213,11 +223,11 @@ class SendWork(DeviceWork):
 class QueuedSend(SendWork):
     """One send of a CPU tensor after queued sends from devices. No stream waits for it."""
 
-    def __init__(self, device_api: DeviceApi, result: Any, transfers: Transfers, to: int) -> None:
-        super().__init__(device_api, _HOST, result, transfers, to)
-
     def _order_stream(self) -> None:
         """A CPU tensor is in no stream."""
+
+    def _hold_stream(self) -> bool:
+        return False
 
     def _new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future()

@@ -2,28 +2,54 @@
 
 `wait` blocks the host until the last copy back to the device is submitted: a stream cannot wait for an event that does
 not exist yet. Then it has the caller's current stream wait for that copy, while the host continues.
+
+`block_current_stream` does not block the host: the stream waits at a gate, which netfold's stream opens after that
+copy. After a failure, or `_OVERDUE_S` after the operation's deadline, the host opens the gate: no stream waits for
+ever. What the stream then reads is undefined, and the group's next call raises the error.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from netfold.errors import WaitTimeout
-from netfold.torch.device.device_api import DeviceApi, Event, Stream, refuse_capture
+from netfold.errors import CollectiveTimeout, WaitTimeout
+from netfold.torch.device.device_api import DeviceApi, Event, Gate, Stream, refuse_capture
 from netfold.torch.forwarding import NetfoldWorkBase, seconds_of
+
+# The thread that runs the operation reports its deadline. It may itself be blocked in a call of CUDA's that waits for
+# the stream at the gate, so another thread opens the gate this much later.
+_OVERDUE_S = 1.0
 
 
 class DeviceWork(NetfoldWorkBase):
     """The Work of one or several operations on device memory."""
 
-    def __init__(self, device_api: DeviceApi, device: torch.device, result: Any, rank: int) -> None:
-        """result: the Future's value."""
+    def __init__(
+        self,
+        device_api: DeviceApi,
+        device: torch.device,
+        result: Any,
+        rank: int,
+        deadline: float,
+        end_group: Callable[[Exception], None],
+    ) -> None:
+        """Make the Work.
+
+        result: the Future's value.
+        deadline: of the operation, by time.monotonic().
+        end_group: called when a gate was opened after the deadline. Must not wait for the device.
+        """
         super().__init__()
+        self._deadline = deadline
+        self._end_group = end_group
+        self._gate: Gate | None = None
+        self._timer: threading.Timer | None = None
         self._device_api = device_api
         self._device = device
         self._result = result
@@ -38,8 +64,13 @@ class DeviceWork(NetfoldWorkBase):
 
     def settle_after(self, event: Event | None, stream: Stream | None) -> None:
         """Settle the Work: results are in place after `event`, recorded last in `stream`; None for host memory."""
-        self._event, self._stream = event, stream
-        self._settle()
+        with self._lock:
+            if self._settled.is_set():  # its gate was overdue
+                return
+            if self._gate is not None:
+                self._gate.open_after(stream)
+            self._event, self._stream = event, stream
+            self._settle()
 
     def extended(self) -> None:
         """Record the result's event anew, in the caller's stream, which has waited and got more work for the result."""
@@ -47,10 +78,16 @@ class DeviceWork(NetfoldWorkBase):
             self._stream = self._device_api.current_stream(self._device)
             self._event = self._stream.record_event()
 
-    def fail(self, failure: Exception) -> None:
-        if not self._settled.is_set():
+    def fail(self, failure: Exception) -> bool:
+        """Settle the Work with an error. Returns False if it was settled before."""
+        with self._lock:
+            if self._settled.is_set():
+                return False
             self._failure = failure
+            if self._gate is not None:
+                self._gate.open()
             self._settle()
+            return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation, or raise its error. A timeout of 0 means none, as in torch."""
@@ -60,6 +97,53 @@ class DeviceWork(NetfoldWorkBase):
         self._value(None)
         self._order_stream()
         return True
+
+    def block_current_stream(self) -> None:
+        """Have the caller's current stream wait for the operation. The host does not wait, where the device can.
+
+        Does not raise the operation's error: `exception` and the group's next call have it.
+        """
+        if not self._hold_stream():
+            self.wait()
+
+    def _hold_stream(self) -> bool:
+        """Hold the caller's current stream at the gate of an operation under way. False if there can be none."""
+        with self._device_api.on(self._device):
+            refuse_capture(self._device_api, self._rank, "a wait for an operation that began before")
+            stream = self._device_api.current_stream(self._device)
+            made = None if self._settled.is_set() else self._device_api.new_gate(self._device)
+            with self._lock:
+                if not self._settled.is_set():
+                    self._gate = self._gate or made
+                    if self._gate is None:
+                        return False
+                    self._open_when_overdue()
+                gate = self._gate
+            if made is not None and made is not gate:
+                made.open()  # gives its word back
+            # Not under the lock: the call may block while the stream's queue is full.
+            if gate is not None:
+                gate.hold(stream)
+            elif self._event is not None:
+                stream.wait_event(self._event)
+            return True
+
+    def _open_when_overdue(self) -> None:
+        if self._timer is None:
+            wait_s = max(0.0, self._deadline - time.monotonic()) + _OVERDUE_S
+            self._timer = threading.Timer(min(wait_s, threading.TIMEOUT_MAX), self._overdue)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _overdue(self) -> None:
+        error = CollectiveTimeout(
+            f"rank {self._rank}: a stream on {self._device} waited for an operation beyond its deadline: the thread "
+            "that runs it is blocked, maybe by a call of CUDA's that waits for that stream; wait() blocks the "
+            "host instead",
+            rank=self._rank,
+        )
+        if self.fail(error):
+            self._end_group(error)
 
     def _order_stream(self) -> None:
         """Have the caller's current stream wait for the result."""
@@ -94,10 +178,12 @@ class DeviceWork(NetfoldWorkBase):
         return self._device_api.future(self._device)
 
     def _settle(self) -> None:
-        with self._lock:
-            self._settled.set()
-            if self._future is not None:
-                self._resolve(self._future)
+        """Notify all that wait; the caller holds the lock."""
+        self._settled.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._future is not None:
+            self._resolve(self._future)
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
         """Resolve on a new thread: callbacks run there, and one may block on a later operation's Future."""
@@ -123,6 +209,10 @@ class CoalescedWork(NetfoldWorkBase):
         for work in self._works:
             work.wait(timeout)
         return True
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -36,7 +36,7 @@ class Stepped:
     step: int
     """From 1."""
     loss: float
-    """The mean over the global batch; under `diloco` over the share of this rank's copy of the model."""
+    """The mean over the global batch; under `diloco` over the share of this rank's site."""
     lr: float
     gradient_norm: float | None
     """None unless gradients are clipped."""

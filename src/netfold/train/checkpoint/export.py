@@ -22,20 +22,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from netfold.runs import RECIPE
 from netfold.train.checkpoint.atomic import PART, find_checkpoint, find_damage, read_manifest
 from netfold.train.checkpoint.state import list_tensors, of_model
+from netfold.units import plural
 
 # Hugging Face's limit of a file.
 SHARD_BYTES = 5 * 10**9
 _NAMES = {torch.bool: "BOOL", **{dtype: name for name, dtype in DTYPE_MAP.items()}}
-
-
-@dataclass(frozen=True)
-class Export:
-    """The result of an export."""
-
-    step: int
-    tensors: int
-    size_bytes: int
-    files: int
 
 
 @dataclass(frozen=True)
@@ -52,12 +43,13 @@ class _Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def export(run: Path, out: Path, dtype: torch.dtype | None = None, *, ema: bool = False) -> Export:
+def export(run: Path, out: Path, dtype: torch.dtype | None = None, *, ema: bool = False) -> str:
     """Write the weights and buffers of the newest complete checkpoint in `run`'s folder to `out`, a new folder.
 
     run: a run's folder, or one of its checkpoints. dtype: of the parameters; without it as they were saved (f32).
-    Buffers keep their types. ema: the averages of the weights ("ema" of `OptimizerStep.states`) instead of the weights.
-    Holds one tensor in memory at a time. `out` is complete or absent. Raises ValueError, OSError.
+    Buffers keep their types. ema: the averages of trained weights (`training.ema`) instead of these.
+    Holds one tensor in memory at a time. `out` is complete or absent. Returns a sentence about it. Raises ValueError,
+    OSError.
     """
     checkpoint = find_checkpoint(run)
     damage = find_damage(checkpoint, 0, 1)
@@ -68,6 +60,7 @@ def export(run: Path, out: Path, dtype: torch.dtype | None = None, *, ema: bool 
     position, _ = read_manifest(checkpoint)
     reader = FileSystemReader(checkpoint)
     entries = _entries(reader, dtype, ema=ema)
+    size_bytes = sum(each.size_bytes for each in entries.values())
     files = _divide(entries)
     part = out.with_name(out.name + PART)
     shutil.rmtree(part, ignore_errors=True)
@@ -76,29 +69,29 @@ def export(run: Path, out: Path, dtype: torch.dtype | None = None, *, ema: bool 
         for name, names in files.items():
             _write(part / name, {each: entries[each] for each in names}, reader)
         if len(files) > 1:
-            index = {"total_size": sum(each.size_bytes for each in entries.values())}
             weight_map = {each: name for name, names in files.items() for each in names}
-            text = json.dumps({"metadata": index, "weight_map": weight_map}, indent=1)
-            (part / "model.safetensors.index.json").write_text(text)
+            index = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
+            (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         (part / RECIPE).write_text(json.dumps(position.recipe, indent=1))
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return Export(position.step, len(entries), sum(each.size_bytes for each in entries.values()), len(files))
+    size = f"{size_bytes / 1e6:.1f} MB in {plural(len(files), 'file')}"
+    return f"{out}: {plural(len(entries), 'tensor')} of step {position.step}, {size}"
 
 
 def _entries(reader: FileSystemReader, dtype: torch.dtype | None, *, ema: bool) -> dict[str, _Entry]:
     """name in the model -> its tensor."""
     saved = list_tensors(reader)
+    if ema and not any(key.startswith("ema.") for key in saved):
+        raise ValueError(f"{reader.path} has no averages of weights: the run was without training.ema")
     entries = {}
     for key, meta in of_model(saved).items():
         kind, _, name = key.partition(".")
-        if kind == "model" and ema:
-            # An average has the shape of its weight; other state of the average (a count) has not.
-            found = [each for each in saved if each.startswith(f"ema.{name}.") and saved[each].size == meta.size]
-            if not found:
-                raise ValueError(f"{reader.path} has no average of {name}: was the run without EMA?")
-            key, meta = found[0], saved[found[0]]
+        # A frozen parameter has no average.
+        average = f"ema.{name}.average"
+        if kind == "model" and ema and average in saved:
+            key, meta = average, saved[average]
         kept = meta.properties.dtype
         entries[name] = _Entry(key, meta.size, dtype if kind == "model" and dtype and kept.is_floating_point else kept)
     return entries

@@ -1,4 +1,4 @@
-"""Start a run from other weights (`training.initial`): a run's newest checkpoint, or safetensors.
+"""Start a run from other weights: a run's newest checkpoint, or safetensors, also those of a model of Hugging Face.
 
 A rank reads only the parts that it holds, under any split. Names and shapes must be the model's, except names that
 begin as `training.initial_except` says (a new head): those tensors keep the values that the model was made with.
@@ -26,11 +26,14 @@ T = TypeVar("T")
 SUFFIX = ".safetensors"
 
 
-def load_initial(asked: Training, tensors: Mapping[str, Tensor]) -> str:
+def load_initial(asked: Training, tensors: Mapping[str, Tensor], weights: Path | None = None) -> str:
     """Fill this rank's tensors (`model_tensors`) in place; return a sentence about their source.
 
-    Collective over the world. Raises ValueError if the weights are damaged or do not fit the model, with the names.
+    weights: the model's own (`Model.weights`), in place of `training.initial`. Collective over the world. Raises
+    ValueError if the weights are damaged or do not fit the model, with the names.
     """
+    if weights is not None:
+        asked = asked.model_copy(update={"initial": weights, "initial_except": []})
     reader, saved, wanted = _open(asked, tensors)
     path = Path(reader.path)
     if not isinstance(reader, HuggingFaceStorageReader):
@@ -40,7 +43,8 @@ def load_initial(asked: Training, tensors: Mapping[str, Tensor]) -> str:
     _check(asked, path, saved, wanted)
     load_tensors(wanted, reader)
     left = "" if not asked.initial_except else f", except {', '.join(asked.initial_except)}"
-    return f"starts with the weights of {path}{left} (training.initial)"
+    key = "training.initial" if weights is None else "model.pretrained"
+    return f"starts with the weights of {path}{left} ({key})"
 
 
 def check_initial(asked: Training, tensors: Mapping[str, Tensor]) -> None:

@@ -209,27 +209,30 @@ def compare_recipes(then: Recipe, now: Recipe, folder: Path) -> list[tuple[str, 
     Raises ValueError for another optimizer; and, unless run.resume is "changed", for keys that change the steps which
     the run would have taken. A section that only one of the recipes has changes nothing that the run has done.
     """
-    advice = f"when the checkpoint in {folder} was written: set it back, give run.name another name"
     old, new = (
         {f"{section}.{key}": value for section, keys in recipe if keys is not None for key, value in keys}
         for recipe in (then, now)
     )
-    steps: list[str] = []
-    notes: list[tuple[str, str]] = []
-    constant = then.schedule.shape == now.schedule.shape == "constant"
-    for key in dict.fromkeys([*old, *new]):
-        was, is_now = ("not given" if each.get(key) is None else repr(each[key]) for each in (old, new))
-        text = f"{key} is {is_now} and was {was}"
-        if was == is_now or not key.startswith((*_STEPS, *_LENGTH, *_SAMPLES)):
-            continue
-        if key == "optimizer.name":
-            raise ValueError(f"{text} {advice}")
-        if key.startswith(_SAMPLES):
-            notes.append(("warning", f"{text} when the checkpoint was written: samples may come twice or never"))
-            continue
-        notes.append(("info", f"changed since the checkpoint: {text}"))
-        if key in old and key in new and not (constant and key in _LENGTH):
-            steps.append(text)
-    if steps and now.run.resume != "changed":
-        raise ValueError(f"{'; '.join(steps)} {advice}, or set run.resume = 'changed' to continue with it")
-    return notes
+    changed = {
+        key: f"{key} is {_shown(new.get(key))} and was {_shown(old.get(key))}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    }
+    fixed = _STEPS if then.schedule.shape == now.schedule.shape == "constant" else _STEPS + _LENGTH
+    refused = [text for key, text in changed.items() if key.startswith(fixed) and key in old and key in new]
+    other, advice = changed.get("optimizer.name"), ""
+    if other is None:
+        advice = ", or set run.resume = 'changed' to continue with it"
+    if other is not None or (refused and now.run.resume != "changed"):
+        raise ValueError(
+            f"{other or '; '.join(refused)} when the checkpoint in {folder} was written: set it back, give run.name "
+            f"another name{advice}"
+        )
+    samples = "when the checkpoint was written: samples may come twice or never"
+    notes = [("warning", f"{text} {samples}") for key, text in changed.items() if key.startswith(_SAMPLES)]
+    later = [text for key, text in changed.items() if key.startswith(_STEPS + _LENGTH)]
+    return notes + [("info", f"changed since the checkpoint: {text}") for text in later]
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else repr(value)

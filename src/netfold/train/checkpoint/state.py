@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from netfold.train.models.model import Replica
 from netfold.train.optim.step import States
 from netfold.train.parallel.mesh import gather
+from netfold.train.parallel.shards import local
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -63,12 +65,26 @@ def collect_state(replica: Replica, parameters: Parameters, states: States, buff
         for name, parameter in parameters.items():
             for key, value in state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{kind}.{name}.{key}"] = value
+                    tensors[f"{kind}.{name}.{key}"] = _placed(value, parameter)
                 elif value is not None:  # None: the optimizer has not made this state yet.
                     raise TypeError(
                         f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor"
                     )
     return tensors
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """A DTensor if `value` is plain and shaped like this rank's part of `parameter` (the outer state of DiLoCo)."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.shape != local(parameter).shape:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, states: States) -> dict[str, Tensor]:
@@ -84,11 +100,10 @@ def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, st
         name, _, of_state = rest.rpartition(".")
         if kind in states and name in parameters:
             parameter, dtype = parameters[name], meta.properties.dtype
-            # Of this rank's shape if the saved tensor has the shape of the whole parameter, else of the saved shape.
             states[kind][parameter][of_state] = (
                 torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 if meta.size == parameter.shape
-                else torch.empty(meta.size, dtype=dtype)
+                else torch.empty(meta.size, dtype=dtype)  # A count, whole on every rank.
             )
     return collect_state(replica, parameters, states, buffers=True)
 

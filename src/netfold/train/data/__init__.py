@@ -8,6 +8,7 @@ from netfold.train.recipe.registry import factory
 
 DATASETS = {
     "class-folders": "netfold.train.data.classes:class_folders",
+    "diffusion": "netfold.train.data.diffusion:diffusion",
     "div2k": "netfold.train.data.super_resolution:div2k",
     "documents": "netfold.train.data.documents:documents",
     "fashion-mnist": "netfold.train.data.classes:fashion_mnist",
@@ -17,6 +18,8 @@ DATASETS = {
     "masked-source": "netfold.train.data.text:masked_source",
     "photos": "netfold.train.data.super_resolution:photos",
     "source": "netfold.train.data.text:source",
+    "source-classes": "netfold.train.data.text:source_classes",
+    "source-tokens": "netfold.train.data.text:source_tokens",
     "table": "netfold.train.data.table:table",
     "tokens": "netfold.train.data.text:tokens",
 }

@@ -18,6 +18,9 @@ from torch.nn import functional
 from netfold.train.data.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
 from netfold.train.data.super_resolution import SUFFIXES, read_picture
 
+FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
+"""The folder in which Debian's dataset-fashion-mnist puts its files."""
+
 
 def class_folders(root: str, size: int = 64) -> Data:
     """root/train/<class>/... and root/valid/<class>/... (or val, or test): pictures of `size` x `size` pixels.
@@ -68,7 +71,7 @@ def picture_files(files: Sequence[Path], classes: Sequence[str], size: int, *, d
     return OneByOne(len(files), example)
 
 
-def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: PositiveInt | None = None) -> Data:
+def fashion_mnist(root: str = FASHION_MNIST, held_out: PositiveInt | None = None) -> Data:
     """Fashion-MNIST: 70 000 grey pictures of ten kinds of clothes (Xiao, Rasul, Vollgraf 2017), as Debian packs it.
 
     Examples: [1, 28, 28] f32, with mean 0 and deviation 1 over the training part; the class, 0..9. About 220 MB.
@@ -76,13 +79,8 @@ def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: Pos
     Metric: accuracy. Baseline: the class with the nearest mean picture.
     """
     folder = Path(root)
-    if not folder.is_dir():
-        raise BadExampleError(
-            f"{folder}: there is no such folder; install Debian's dataset-fashion-mnist, or name in data.root the "
-            "folder with Fashion-MNIST's four .gz files"
-        )
-    pictures, classes = _part(folder, "train")
-    held, held_classes = (tensor[:held_out] for tensor in _part(folder, "t10k"))
+    pictures, classes = fashion_part(folder, "train")
+    held, held_classes = (tensor[:held_out] for tensor in fashion_part(folder, "t10k"))
     mean, deviation = pictures.mean(), pictures.std()
     pictures, held = (pictures - mean) / deviation, (held - mean) / deviation
     means = torch.stack([pictures[classes == label].mean(0).flatten() for label in range(int(classes.max()) + 1)])
@@ -118,7 +116,13 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _part(folder: Path, name: str) -> tuple[Tensor, Tensor]:
+def fashion_part(folder: Path, name: str) -> tuple[Tensor, Tensor]:
+    """The pictures [n, 1, 28, 28] f32, 0..1, and classes int64 [n] of Fashion-MNIST's part "train" or "t10k"."""
+    if not folder.is_dir():
+        raise BadExampleError(
+            f"{folder}: there is no such folder; install Debian's dataset-fashion-mnist, or name in data.root the "
+            "folder with Fashion-MNIST's four .gz files"
+        )
     pictures, classes = (read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
     if pictures.ndim != 3 or classes.shape != pictures.shape[:1] or not len(classes):
         raise BadExampleError(f"{folder}: {name} has pictures {pictures.shape} and classes {classes.shape}")

@@ -103,7 +103,8 @@ def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Ex
 
 def abort_groups(mesh: Mesh, error: Exception) -> None:
     """Abort this rank's groups with the reason, so that waiting ranks fail at once."""
-    groups: list[Any] = [dist.group.WORLD, *(axis.group for axis in (mesh.pipeline, mesh.data, mesh.tensor))]
+    axes = [mesh.pipeline, mesh.data, mesh.tensor, mesh.site, *([] if mesh.between is None else [mesh.between])]
+    groups: set[Any] = {dist.group.WORLD, *(axis.group for axis in axes)}
     for group in groups:
         # Other backends detect the end of the process.
         if hasattr(group, "netfold"):

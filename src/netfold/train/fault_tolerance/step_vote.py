@@ -1,7 +1,6 @@
 """The step vote: one small all_reduce a step, from which all ranks make every decision alike.
 
-Under [diloco] the ranks of one copy of the model vote in every step, and all ranks at the end of a round
-(`merge_votes`).
+Under [diloco] the ranks of one site vote in every step, and all ranks at the end of a round (`merge_votes`).
 """
 
 from __future__ import annotations

@@ -10,11 +10,16 @@ from netfold.train.recipe.registry import factory
 
 MODELS = {
     "bert": "netfold.train.models.transformer:bert",
+    "bert-classes": "netfold.train.models.transformer:bert_classes",
+    "dit": "netfold.train.models.dit:dit",
     "dlrm": "netfold.train.models.dlrm:dlrm",
     "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
     "edsr-large": "netfold.train.models.edsr:large",
+    "edsr-paper": "netfold.train.models.edsr:paper",
+    "edsr-paper-large": "netfold.train.models.edsr:paper_large",
     "gpt": "netfold.train.models.transformer:gpt",
+    "gpt-moe": "netfold.train.models.moe:gpt_moe",
     "hf": "netfold.train.models.hf:hf",
     "linear-stack": "netfold.train.models.linear:linear_stack",
     "resnet18": "netfold.train.models.resnet:resnet18",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -66,7 +68,8 @@ def hf(
         unknown = [name for name in config or {} if not hasattr(asked, name)]
         for name, value in changes.items():
             setattr(asked, name, value)
-        if pretrained:
+        kept = _own_weights(path, kind, asked) if pretrained and lora is None and labels is None else None
+        if pretrained and kept is None:
             # A head for another number of labels starts anew; transformers names such weights.
             module = kind.from_pretrained(
                 path, config=asked, dtype="float32", ignore_mismatched_sizes=labels is not None
@@ -82,7 +85,29 @@ def hf(
         module, plan = _with_adapters(module, lora, task), None
     module.train()
     module.register_forward_hook(lambda *given: given[-1].logits)
-    return Model(module, class_loss, real_items, plan, blocks)
+    return Model(module, class_loss, real_items, plan, kept, blocks)
+
+
+def _own_weights(path: str, kind: Any, config: Any) -> Path | None:
+    """The folder, if its safetensors have the module's names, so that each rank can read its own part of them.
+
+    transformers renames the weights of some models, and makes others of several: such a model is read whole.
+    """
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        return None
+    from safetensors import safe_open
+
+    saved: set[str] = set()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            saved.update(opened.keys())
+    with torch.device("meta"):
+        module = kind.from_config(config)
+    persistent = module.state_dict()
+    names = {name for name, _ in module.named_parameters()}
+    names |= {name for name, _ in module.named_buffers() if name in persistent}
+    return Path(path) if names == saved else None
 
 
 def _with_adapters(module: nn.Module, lora: Lora, task: Task) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -58,6 +59,8 @@ class Model:
     """target -> the number of its items that count, no dimensions (`real_items`). Without it all count."""
     tensor_plan: TensorPlan | None = None
     """The cut of each layer for `parallel.tensor`; without a plan they cannot be cut."""
+    weights: Path | None = None
+    """A folder of safetensors with the module's names. A run begins with them; each rank reads its own part."""
     blocks: tuple[str, ...] = ()
     """Class names of the modules that ZeRO gathers, `training.recompute` repeats, and `training.compile` compiles, each
     by itself. A `Chain` needs none: its layers are such blocks. Any other module without names is one block."""

@@ -8,7 +8,7 @@ pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,39 @@ def bert(
     The target is -100 at places that do not count.
     """
     return _transformer(vocabulary, context, width, heads, layers, mlp, causal=False)
+
+
+def bert_classes(
+    classes: int,
+    vocabulary: int = 257,
+    context: int = 128,
+    width: int = 128,
+    heads: int = 4,
+    layers: int = 4,
+    mlp: int = 4,
+) -> Model:
+    """`bert` as a classifier: tokens [n, s] -> logits [n, classes] of the mean over all tokens; targets int64 [n].
+
+    Other options: as in `bert`, whose embedding and blocks have the same names.
+    """
+    whole = _transformer(vocabulary, context, width, heads, layers, mlp, causal=False)
+    chain = cast(Chain, whole.module)
+    head = named(norm=nn.LayerNorm(width), mean=TokenMean(), classes=nn.Linear(width, classes))
+    layers_plan = transformer_plan(layers, width // heads)
+
+    def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
+        if sequence:
+            raise ValueError("parallel.sequence: bert-classes takes the mean over the sequence; use sequence = false")
+        return layers_plan(style, sequence)
+
+    return Model(Chain([*list(chain.layers.items())[:-1], ("head", head)]), class_loss, tensor_plan=plan)
+
+
+class TokenMean(nn.Module):
+    """[n, s, width] -> [n, width]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
 
 
 def _transformer(

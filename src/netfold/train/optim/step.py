@@ -41,11 +41,11 @@ class OptimizerStep:
         )
         self._device = mesh.device
         limit, diloco = recipe.training.clip, recipe.diloco
-        self.island = mesh.island() if diloco is not None else None
-        """Under `diloco` the ranks of this rank's copy of the model, which train independently within a round."""
-        self._clip = Clip(replica, limit, mesh, island=self.island) if limit is not None else None
-        self._rounds = DiLoCoRounds(replica, diloco, mesh.data) if diloco is not None else None
-        self._data_rank = mesh.data.rank
+        self.island = mesh.site_ranks() if diloco is not None else None
+        """Under `diloco` the ranks of this rank's site, which train independently within a round."""
+        self._clip = Clip(replica, limit, island=self.island) if limit is not None else None
+        self._rounds = DiLoCoRounds(replica, diloco, mesh) if diloco is not None else None
+        self._site = mesh.between.rank if mesh.between is not None else 0
         ema = recipe.training.ema
         self._ema = Ema(replica, ema) if ema is not None else None
         self.skipped = False
@@ -59,7 +59,7 @@ class OptimizerStep:
     def step(self, lr: float) -> float | None:
         """Apply the parameters' gradients. Returns their norm before clipping, or None without clipping.
 
-        Under `diloco` the norm is that of this rank's copy of the model. Raises ArithmeticError on all ranks if
+        Under `diloco` the norm is that of this rank's site. Raises ArithmeticError on all ranks if
         gradients overflow at a loss scale of 1.
         """
         scale = self.loss_scale
@@ -90,25 +90,36 @@ class OptimizerStep:
         return self._ema.in_place() if self._ema is not None else contextlib.nullcontext()
 
     def settle(self) -> None:
-        """End an unfinished round, so that data-parallel ranks hold the same weights."""
+        """End an unfinished round, so that no exchange between sites is under way."""
         if self._rounds is not None:
             self._rounds.settle()
+
+    def finish(self) -> None:
+        """Make all ranks' weights equal, at the end of training."""
+        if self._rounds is not None:
+            self._rounds.finish()
+
+    def common(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, all ranks hold the weights that checkpoints and evaluations are of; ends an unfinished round."""
+        return self._rounds.common() if self._rounds is not None else contextlib.nullcontext()
 
     def states(self, saved: Collection[str] | None = None) -> States:
         """The states of parameters in a checkpoint, by their kind.
 
-        saved: the kinds of a checkpoint to load. Under `diloco` each data-parallel rank has a kind of its own. With
-        more ranks than saved kinds, the further ranks reuse them in order; without `diloco` all ranks load the first.
+        saved: the kinds of a checkpoint to load. Under `diloco` each site has kinds of its own. With more sites than
+        saved ones, the further sites reuse them in order; without `diloco` all ranks load the first.
         """
-        rank = self._data_rank if self._rounds is not None else 0
+        site = self._site
         apart = self._rounds is not None if saved is None else "inner0" in saved
         if saved is not None and apart:
-            rank %= sum(kind.startswith("inner") for kind in saved)
+            site %= sum(kind.startswith("inner") for kind in saved)
         states: dict[str, Mapping[Any, dict[str, Any]]] = {
-            f"inner{rank}" if apart else "optimizer": self.optimizer.state
+            f"inner{site}" if apart else "optimizer": self.optimizer.state
         }
         if self._rounds is not None:
             states["outer"] = self._rounds.state
+            if self._rounds.ahead:
+                states[f"ahead{site}"] = self._rounds.ahead
         if self._ema is not None:
             states["ema"] = self._ema.state
         return states
@@ -135,17 +146,19 @@ class Clip:
     the parameter's name, over the number of pieces.
     """
 
-    def __init__(self, replica: Replica, limit: float, mesh: Mesh, *, island: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, replica: Replica, limit: float, *, island: dist.ProcessGroup | None = None) -> None:
         """Collective over the world.
 
-        island: the ranks of this rank's copy of the model (`Mesh.island`), if each copy has its own gradients and norm.
+        island: the ranks of this rank's site (`Mesh.site_ranks`), if each site has its own gradients and norm.
         """
         self._replica, self._limit, self._group = replica, limit, island
         # The number of pieces of each whole parameter.
         here = {name: math.prod(axis.size() for axis in axes(held)) for name, held in replica.named_parameters()}
-        everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (mesh.data.rank, here))
-        together = [held for rank, held in everywhere if island is None or rank == mesh.data.rank]
+        everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everywhere, here)
+        together = everywhere
+        if island is not None:
+            together = [everywhere[rank] for rank in dist.get_process_group_ranks(island)]
         holders = Counter(name for held in together for name in held)
         # If every rank holds every parameter whole, no communication is needed.
         self._alone = all(held.keys() == holders.keys() and set(held.values()) <= {1} for held in together)

@@ -1,7 +1,7 @@
 """Turn a whole model into this rank's part of it. One file a kind of parallelism; this module fixes their order.
 
-`tensor` and `embeddings` cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how the ranks
-that hold the same layers divide the work.
+`tensor`, `embeddings` and `experts` cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how
+the ranks that hold the same layers divide the work.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from torch import Tensor, nn
 from netfold.train.data.examples import Batch, Examples
 from netfold.train.models.deferred import Deferred
 from netfold.train.models.model import Model, Replica, at_least_f32, blocks_of
-from netfold.train.parallel import embeddings, tensor
+from netfold.train.parallel import embeddings, experts, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.blocks import compile_blocks, recompute
-from netfold.train.parallel.data_parallel import evaluating, send_gradients, wrap_data_parallel
+from netfold.train.parallel.data_parallel import (
+    average_gradients,
+    averages_by_hand,
+    evaluating,
+    send_gradients,
+    wrap_data_parallel,
+)
 from netfold.train.parallel.mean_loss import MeanLoss
 from netfold.train.parallel.mesh import Mesh
 from netfold.train.parallel.pipeline import Pipelined
@@ -39,6 +45,7 @@ def parallelise(
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     tensor.cut(model, recipe.parallel, mesh)
     embeddings.shard_embeddings(model, recipe, mesh)
+    experts.shard_experts(model, recipe, mesh)
     plan = Plan(model, recipe, mesh, examples, deferred) if mesh.pipeline.size > 1 else None
     blocks = list(blocks_of(model).values()) or [model.module]
     if recipe.training.recompute != "none":
@@ -57,11 +64,12 @@ class Unpipelined:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
         self._accumulate = recipe.training.accumulate
-        self._loss = MeanLoss(model, self._accumulate, None if recipe.diloco is not None else mesh.data)
+        self._loss = MeanLoss(model, self._accumulate, mesh.site)
         self._precision = Precision(recipe.training.precision)
         self._mesh = mesh
         blocks = blocks_of(model).values()
         self._wrapped = wrap_data_parallel(model.module, blocks, recipe, mesh, deferred=deferred)
+        self._by_hand = averages_by_hand(recipe, mesh)
         self._buffers_differ = False
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
@@ -76,6 +84,8 @@ class Unpipelined:
             total += loss.detach()
         if self._mesh.tensor.size > 1:
             settle(self.modules[0].parameters())
+        if self._by_hand:
+            average_gradients(self.modules[0].parameters(), self._mesh)
         self._buffers_differ = True
         return total
 

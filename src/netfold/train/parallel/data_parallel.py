@@ -22,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.models.deferred import Deferred, materialise
 from netfold.train.models.model import tied_names
-from netfold.train.parallel.embeddings import own_parameters
-from netfold.train.parallel.mesh import Mesh
-from netfold.train.parallel.precision import Precision, keeps_statistics
+from netfold.train.parallel.mesh import Mesh, all_reduce_together
+from netfold.train.parallel.owned import own_parameters
+from netfold.train.parallel.precision import Precision, needs_f32
+from netfold.train.parallel.shards import local
 from netfold.train.recipe import Recipe
+from netfold.train.recipe.split import SPLIT_BACKWARD
 
 BUCKET_MB = 64.0
 """Unless the recipe says otherwise. A larger bucket costs fewer collectives; a smaller one is sent earlier."""
@@ -47,8 +49,8 @@ def wrap_data_parallel(
     Returns a DDP; or the module itself, cut in place or with one data-parallel rank. Parameters keep their names in
     `module`. Collective over the data axis. Raises ValueError.
     """
-    # Under [diloco] ranks train independently within a round.
-    averages = averages and mesh.data.size > 1 and recipe.diloco is None
+    # Under [diloco] sites train independently within a round.
+    averages = averages and mesh.site.size > 1 and not averages_by_hand(recipe, mesh)
     apart = own_parameters(module)
     has_parts = any(isinstance(each, DTensor) for each in module.parameters() if each not in apart)
     sharded = bool(zero_level(recipe, mesh)) or (averages and has_parts)
@@ -57,6 +59,22 @@ def wrap_data_parallel(
     if deferred is not None:
         materialise(module, deferred, mesh.device)
     return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB) if averages and not sharded else module
+
+
+def averages_by_hand(recipe: Recipe, mesh: Mesh) -> bool:
+    """Whether the replica averages gradients after the backward pass, because neither DDP nor FSDP2 can.
+
+    zero-bubble schedules set the gradients of weights themselves, and run no hooks. FSDP2, which takes the DTensors of
+    tensor parallelism, averages over the whole data axis, and not over one of DiLoCo's sites.
+    """
+    split_backward = mesh.pipeline.size > 1 and recipe.parallel.schedule in SPLIT_BACKWARD
+    return mesh.site.size > 1 and (split_backward or (recipe.diloco is not None and mesh.tensor.size > 1))
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Average what `averages_by_hand`. Collective over the site."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    all_reduce_together(gradients, mesh.site.group, divisor=mesh.site.size)
 
 
 def zero_level(recipe: Recipe, mesh: Mesh) -> int:
@@ -97,7 +115,7 @@ def send_gradients(module: nn.Module, on: bool) -> None:
 
 
 def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
-    """`module` under DDP over the data axis; collective over it.
+    """`module` under DDP over the data axis, or this rank's site of it; collective over these ranks.
 
     Gradients are views of the buckets, and need no other memory. Buffers are not sent before each forward pass:
     training does not read batch norm's statistics, and evaluations broadcast them (`evaluating`).
@@ -106,7 +124,7 @@ def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDat
     names = [name for name, parameter in module.named_parameters() if parameter in apart]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
     ddp = DistributedDataParallel(
-        module, process_group=mesh.data.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+        module, process_group=mesh.site.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
     # From now on: the constructor has sent them. Torch 2.12 and older have no argument that says so.
     ddp.broadcast_buffers = False
@@ -129,9 +147,9 @@ def _shard(
     # A weight that blocks share must not be cut twice: the module itself cuts it.
     shared = {module.get_parameter(names[0]) for names in tied_names(module)}
     alone = [block for block in blocks if not shared.intersection(block.parameters())]
-    # From the inside out. Batch norm computes with f32 weights, whatever the type of its input.
-    norms = [part for part in module.modules() if keeps_statistics(part)] if precision.name != "f32" else []
-    policies = dict.fromkeys([*norms, *alone, module], precision.policy())
-    policies.update(dict.fromkeys(norms, MixedPrecisionPolicy(cast_forward_inputs=False)))
+    # From the inside out.
+    exact = [part for part in module.modules() if needs_f32(part)] if precision.name != "f32" else []
+    policies = dict.fromkeys([*exact, *alone, module], precision.policy())
+    policies.update(dict.fromkeys(exact, MixedPrecisionPolicy(cast_forward_inputs=False)))
     for part, policy in policies.items():
         fully_shard(part, mesh=mesh.fsdp_mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=apart)

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from netfold.train.models.model import Model
 from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.owned import Owned
 from netfold.train.parallel.shards import local
 from netfold.train.recipe import Recipe
 
@@ -72,13 +73,7 @@ def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
     return paths
 
 
-def own_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """The parts of tables inside `module`, whose gradients are complete on their owner: nothing averages them."""
-    parts = (part for part in module.modules() if isinstance(part, ShardedEmbeddings))
-    return {parameter for part in parts for parameter in part.parameters()}
-
-
-class ShardedEmbeddings(nn.Module):
+class ShardedEmbeddings(Owned):
     """This rank's part of `Embeddings`, with the same names.
 
     by_row: equal runs of every table's rows, in the order of ranks, as DTensor's Shard(0); the last may be shorter.

@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from netfold.train.parallel.device import CPU
-from netfold.train.recipe import Parallel
+from netfold.train.recipe import DiLoCo, Parallel
 
 AXES = ("pipeline", "data", "tensor")
 T = TypeVar("T")
@@ -32,16 +32,16 @@ class Axis:
 class Mesh:
     """The job's ranks on three axes. An axis of one rank has a group too, so callers need no special case."""
 
-    def __init__(self, parallel: Parallel, device: torch.device = CPU) -> None:
+    def __init__(self, parallel: Parallel, device: torch.device = CPU, diloco: DiLoCo | None = None) -> None:
         """Make the groups. Collective over the world, which must have pipeline x data x tensor ranks.
 
-        device: this rank's.
+        device: this rank's. diloco: divides the data axis into sites.
         """
         self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)
         shard = parallel.shard or (data if parallel.zero else 1)
-        if data > 1 and shard < data and (parallel.zero or parallel.tensor > 1):
+        if data > 1 and shard < data and (parallel.zero or (parallel.tensor > 1 and diloco is None)):
             # FSDP2 wants the axes of its mesh, and the tensor axis, to be axes of one mesh.
             shape = (parallel.pipeline, data // shard, shard, parallel.tensor)
             self.device_mesh: DeviceMesh = init_device_mesh(
@@ -58,15 +58,53 @@ class Mesh:
         """The ranks of the world, [pipeline, data, tensor]."""
         self.pipeline, self.tensor = (_axis(name, self.device_mesh[name]) for name in ("pipeline", "tensor"))
         self.data = _axis("data", self.data_mesh)
+        self.site = self.data
+        """The part of the data axis whose ranks average gradients in every step: under [diloco] one site, else all."""
+        self.between: Axis | None = None
+        """Under [diloco], the ranks in the same place of every site. `between.rank` is the site's number."""
+        if diloco is not None:
+            self.site, self.between = self._divide(diloco.sites or data)
 
     def island(self) -> dist.ProcessGroup:
         """A new group of the ranks that hold this rank's copy of the model. Collective over the world."""
         return own_group(self.ranks.transpose(0, 1).flatten(1).tolist())
 
+    def site_ranks(self) -> dist.ProcessGroup:
+        """A new group of all ranks of this rank's site. Collective over the world."""
+        return own_group(self._places().transpose(0, 1).flatten(1).tolist())
+
+    def counterparts(self) -> list[list[int]]:
+        """The ranks of the world in the same place of every site, in the order of sites: a list for each place."""
+        ranks: list[list[int]] = self._places().transpose(1, 3).flatten(0, 2).tolist()
+        return ranks
+
     def alike(self) -> list[list[int]]:
         """The ranks of the world by what they hold: a list along the data axis for each place on the other axes."""
         ranks: list[list[int]] = self.ranks.transpose(1, 2).reshape(-1, self.data.size).tolist()
         return ranks
+
+    def _places(self) -> Tensor:
+        """The ranks of the world as [pipeline, sites, data-parallel ranks of a site, tensor]."""
+        return self._divided(self.data.size // self.site.size)
+
+    def _divided(self, sites: int) -> Tensor:
+        return self.ranks.reshape(self.pipeline.size, sites, -1, self.tensor.size)
+
+    def _divide(self, sites: int) -> tuple[Axis, Axis]:
+        if self.data.size % sites:
+            raise ValueError(f"{self.data.size} data-parallel ranks do not divide into {sites} sites (diloco.sites)")
+        ranks = self.data.size // sites
+        number, place = divmod(self.data.rank, ranks)
+        whole = self._divided(sites)
+        if ranks == self.data.size:
+            site_group = self.data.group
+        else:
+            site_group = own_group(whole.transpose(2, 3).flatten(0, 2).tolist())
+        if sites == self.data.size:
+            between_group = self.data.group
+        else:
+            between_group = own_group(whole.transpose(1, 3).flatten(0, 2).tolist())
+        return Axis("site", place, ranks, site_group), Axis("between", number, sites, between_group)
 
 
 def _axis(name: str, mesh: DeviceMesh) -> Axis:
@@ -82,10 +120,13 @@ def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
-def own_group(ranks: Sequence[list[int]]) -> dist.ProcessGroup:
-    """Make a group of each list of ranks, and return the group that holds this rank. Collective over the world."""
+def own_group(ranks: Sequence[list[int]], **options: Any) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, and return the group that holds this rank. Collective over the world.
+
+    options: of `torch.distributed.new_group`.
+    """
     groups_of: Any = dist.new_subgroups_by_enumeration  # untyped in torch
-    return cast(dist.ProcessGroup, groups_of(list(ranks))[0])
+    return cast(dist.ProcessGroup, groups_of(list(ranks), **options)[0])
 
 
 def in_runs(tensors: Sequence[Tensor], limit_bytes: int) -> list[list[Tensor]]:

@@ -23,7 +23,7 @@ from netfold.train.data.examples import Batch
 from netfold.train.data.sampler import sample_seed
 from netfold.train.models.deferred import Deferred
 from netfold.train.models.model import Chain, Model, at_least_f32, tied_names
-from netfold.train.parallel.data_parallel import evaluating, wrap_data_parallel
+from netfold.train.parallel.data_parallel import average_gradients, averages_by_hand, evaluating, wrap_data_parallel
 from netfold.train.parallel.device import seed
 from netfold.train.parallel.mean_loss import MeanLoss
 from netfold.train.parallel.mesh import Mesh, all_reduce_together, own_group
@@ -52,7 +52,7 @@ class Pipelined:
         self.notes: list[str] = [plan.reason]
         self._precision = Precision(recipe.training.precision)
         self._scale = 1.0
-        self._loss = MeanLoss(model, plan.microbatches, None if recipe.diloco is not None else mesh.data)
+        self._loss = MeanLoss(model, plan.microbatches, mesh.site)
         self._plan, self._mesh, self._buffers_differ = plan, mesh, False
         schedule, count, ranks = recipe.parallel.schedule, len(plan.cut), mesh.pipeline.size
         places = [stages_of(rank, ranks, count // ranks, schedule) for rank in range(ranks)]
@@ -61,7 +61,7 @@ class Pipelined:
         stage_of = {names[layer]: stage for stage in range(count) for layer in plan.cut.layers(stage)}
         rank_of = {stage: rank for rank, stages in enumerate(places) for stage in stages}
         self._tied = Tied(chain, stage_of, rank_of, mesh)
-        averages = mesh.data.size > 1 and recipe.diloco is None
+        averages = mesh.site.size > 1
         if self._tied.on_one_rank and averages and schedule not in SPLIT_BACKWARD:
             raise ValueError(
                 f"parallel.schedule is {schedule!r}, which places {' and '.join(self._tied.on_one_rank[0])}, one "
@@ -77,8 +77,7 @@ class Pipelined:
         held = {name for module in modules for name in module.layers}
         for name in set(names).difference(held):
             del chain.layers[name]
-        # zero-bubble schedules set the gradients of weights themselves, and DDP's hooks never run.
-        self._averages = averages and schedule in SPLIT_BACKWARD
+        self._by_hand = averages_by_hand(recipe, mesh)
         stages = []
         for stage, module in zip(here, modules, strict=True):
             # DDP refuses a module without weights to train.
@@ -120,9 +119,8 @@ class Pipelined:
             self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         if self._mesh.tensor.size > 1:
             settle(weight for _, weight in self.named_parameters())
-        if self._averages:
-            gradients = [local(weight.grad) for _, weight in self.named_parameters() if weight.grad is not None]
-            all_reduce_together(gradients, self._mesh.data.group, divisor=self._mesh.data.size)
+        if self._by_hand:
+            average_gradients((weight for _, weight in self.named_parameters()), self._mesh)
         self._tied.all_reduce_gradients(dict(self.named_parameters()))
         return torch.stack(losses).detach().sum() / scale if self._last else None
 

@@ -44,3 +44,8 @@ class Precision:
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether the module is a batch norm of any kind."""
     return getattr(module, "running_mean", None) is not None
+
+
+def needs_f32(module: nn.Module) -> bool:
+    """Whether the module computes with f32 weights, whatever the type of its input: a batch norm, or a router."""
+    return keeps_statistics(module) or getattr(module, "in_f32", False)

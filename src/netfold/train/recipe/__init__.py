@@ -137,19 +137,29 @@ class Parallel(Section):
     """Cut activations along the sequence between the layers that `tensor` cuts."""
     embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
     """Embedding tables on every rank, divided among the data-parallel ranks as whole tables, or each cut by rows."""
+    experts: Literal["replicated", "sharded"] = "replicated"
+    """Experts (gpt-moe) on every rank, or divided among the data-parallel ranks, which then exchange tokens."""
 
 
 class DiLoCo(Section):
     """Low-communication data parallel (DiLoCo, Douillard 2023).
 
-    Ranks train independently for `every` steps, then the mean of their changes is used as a gradient. lr 1 and
+    Sites train independently for `every` steps, then the mean of their changes is used as a gradient. lr 1 and
     momentum 0 is local SGD: the weights are averaged.
     """
 
     every: PositiveInt
     """Steps of a round. Evaluations and checkpoints are at ends of rounds: their `every` must be a multiple."""
+    sites: PositiveInt | None = None
+    """Runs of data-parallel ranks. In a site they average gradients in every step. Without it: each is a site."""
     lr: PositiveFloat = 0.7
     momentum: Share = 0.9
+    fragments: PositiveInt = 1
+    """Parts of the weights, sent after different steps of a round (Streaming DiLoCo, Douillard 2025)."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """Steps for which training goes on while a fragment is sent."""
+    wire: Literal["f32", "bf16", "i8"] = "f32"
+    """The number format in which changes are sent. i8: rounding errors are added to the next round's changes."""
 
 
 class Checkpoint(Section):
@@ -288,6 +298,9 @@ class Recipe(Section):
             if is_split and parallel.embeddings != "replicated":
                 advice = "the schedule averages all gradients, and tables have one owner; take 'interleaved'"
                 yield "parallel.schedule", "parallel.embeddings", advice
+            if is_split and parallel.experts != "replicated":
+                advice = "the schedule averages all gradients, and experts have one owner; take 'interleaved'"
+                yield "parallel.schedule", "parallel.experts", advice
             if schedule == "zero-bubble-v" and parallel.interleave != 2:
                 yield "parallel.interleave", "parallel.schedule", "it needs 2; leave it out, or take 'zero-bubble'"
             if schedule == "1f1b" and microbatches is not None and microbatches < ranks:
@@ -308,13 +321,24 @@ class Recipe(Section):
                 ("parallel.zero", 0),
                 ("parallel.batch_norm", 1),
                 ("parallel.embeddings", "replicated"),
+                ("parallel.experts", "replicated"),
                 ("training.precision", "f32"),
             ):
                 if attrgetter(key)(self) != only:
-                    advice = "data-parallel ranks train independently, in f32, and share nothing in a step"
+                    advice = "sites train independently, in f32, with whole weights on each data-parallel rank"
                     yield key, "diloco.every", f"{advice}; set {only!r}, or leave [diloco] out"
             for key in ("training.evaluate_every", "checkpoint.every"):
                 steps = attrgetter(key)(self)
                 if isinstance(steps, int) and steps % diloco.every:
-                    advice = "in the middle of a round data-parallel ranks hold different weights"
+                    advice = "in the middle of a round sites hold different weights"
                     yield key, "diloco.every", f"{advice}; set a multiple of {diloco.every}"
+            room = diloco.every - diloco.overlap
+            if room < 1:
+                advice = f"a fragment must arrive in the round in which it is sent; set at most {diloco.every - 1}"
+                yield "diloco.overlap", "diloco.every", advice
+            elif diloco.fragments > room:
+                advice = f"each needs its own step of a round, before the last {diloco.overlap}; set at most {room}"
+                yield "diloco.fragments", "diloco.every", advice
+            if diloco.wire != "f32" and "netfold" not in self.run.backend:
+                advice = "no backend but netfold sends other numbers than a tensor's; set wire = 'f32'"
+                yield "diloco.wire", "run.backend", advice

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from netfold.train.recipe import Parallel, Recipe
+from netfold.train.recipe import DiLoCo, Parallel, Recipe
 from netfold.train.recipe.errors import RecipeError
 
 SEVERAL_A_RANK = ("interleaved", "zero-bubble", "zero-bubble-v")
 SPLIT_BACKWARD = ("zero-bubble", "zero-bubble-v")
+# A byte has 127 levels to either side of zero, which the ranks of a sum share (docs/explanation/numbers.md).
+I8_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def split(recipe: Recipe, ranks: int) -> Split:
     factors |= {"training.accumulate": training.accumulate, "parallel.microbatches": microbatches}
     problems += _batch(training.batch, factors) + check_batch_norm(parallel.batch_norm, data)
     problems += _divides("parallel.shard", parallel.shard or data, data)
+    problems += _sites(recipe.diloco, data) if recipe.diloco is not None else []
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)
@@ -88,12 +91,23 @@ def check_batch_norm(ranks: int, data: int) -> list[str]:
     return _divides("parallel.batch_norm", ranks, data)
 
 
-def _divides(key: str, ranks: int, data: int) -> list[str]:
-    if data % ranks == 0:
+def _sites(diloco: DiLoCo, data: int) -> list[str]:
+    sites = diloco.sites or data
+    problems = _divides("diloco.sites", sites, data)
+    if diloco.wire == "i8" and sites > I8_RANKS:
+        problems.append(
+            f"diloco.wire is 'i8', in which numbers of at most {I8_RANKS} sites can be added, and there are {sites} "
+            "(diloco.sites); set 'bf16'"
+        )
+    return problems
+
+
+def _divides(key: str, count: int, data: int) -> list[str]:
+    if data % count == 0:
         return []
     divisors = ", ".join(str(each) for each in range(1, data + 1) if data % each == 0)
     return [
-        f"{key} is {ranks}, which does not divide the {data} data-parallel ranks (parallel.data); set one of {divisors}"
+        f"{key} is {count}, which does not divide the {data} data-parallel ranks (parallel.data); set one of {divisors}"
     ]
 
 
