@@ -216,7 +216,7 @@ class FakeLayer:
         self.pinned_left = 1 << 30
         self.takes_everything = False  # whatever tensor comes is one of the device's
         self.registers = True  # other memory can be pinned
-        self.registered: set[int] = set()  # by address
+        self.registered: dict[int, torch.device] = {}  # by address
         self.registrations = 0
         self.has_gates = True  # streams can wait for a word of memory
         self.gates: list[FakeGate] = []
@@ -379,20 +379,20 @@ class FakeLayer:
             raise RuntimeError("CUDA driver error 2")
         self.pinned_left -= memory.nbytes
         assert memory.data_ptr() not in self.registered, "registered twice"
-        self.registered.add(memory.data_ptr())
+        self.registered[memory.data_ptr()] = self.device
         self.registrations += 1
         return True
 
     def unregister(self, memory: Tensor) -> None:
-        self.check_unsafe("cuMemHostUnregister")
         begin = memory.data_ptr()
+        self.check_unsafe("cuMemHostUnregister", self.registered[begin])
         with self.lock:
             pending = [each for stream in self._streams for each in stream.to_do if isinstance(each, Copy)]
             for copy in pending:
                 for tensor in (copy.to, copy.source):
                     at = tensor.data_ptr()
                     assert not begin <= at < begin + memory.nbytes, "memory of a copy that is still to come"
-        self.registered.remove(begin)
+        del self.registered[begin]
         self.pinned_left += memory.nbytes
 
     def empty(self, stream: FakeStream, nbytes: int) -> Tensor:
