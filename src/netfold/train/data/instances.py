@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import skimage
 import torch
 from numpy.typing import NDArray
 from pydantic import PositiveInt
-from scipy import ndimage
-from skimage.data import coins as coins_picture
-from skimage.filters import threshold_otsu
 from torch import Tensor
 
 from netfold.train.data.examples import Data, Examples, Metric, OneByOne
@@ -25,6 +24,11 @@ SHAPES = ("disc", "box", "triangle")
 """Classes 1, 2 and 3."""
 SCORE_AT_LEAST = 0.5
 """Of detections that the metric counts."""
+# skimage has types for some functions only.
+_data_sets: Any = skimage.data
+_filters: Any = skimage.filters
+_measure: Any = skimage.measure
+_morphology: Any = skimage.morphology
 _SMALLEST_PIXELS = 16
 """Of an object that is cut off by its picture's edge or by another object."""
 Masks = NDArray[np.bool_]
@@ -155,7 +159,7 @@ def _regions(image: Tensor, label: int, count: int) -> Tensor:
     """The largest connected regions of an image that differ from its median grey, as detections."""
     grey = image.numpy().mean(0)
     away = abs(grey - np.median(grey))
-    numbers, _ = ndimage.label(away > threshold_otsu(away))
+    numbers = _measure.label(away > _filters.threshold_otsu(away), connectivity=1)
     sizes = np.bincount(numbers.flatten())[1:]
     output = torch.zeros(count, 2 + grey.size)
     for place, number in enumerate((np.argsort(-sizes, kind="stable") + 1)[:count]):
@@ -167,9 +171,11 @@ def _regions(image: Tensor, label: int, count: int) -> Tensor:
 @functools.cache
 def _coins() -> tuple[NDArray[np.float64], NDArray[np.int32]]:
     """The picture, 0..1, and for each pixel the number of its coin, 0 for none."""
-    grey = coins_picture() / 255.0
-    lit = grey - ndimage.median_filter(grey[::4, ::4], 25).repeat(4, 0).repeat(4, 1)[: grey.shape[0], : grey.shape[1]]
-    solid = ndimage.binary_fill_holes(ndimage.binary_closing(lit > threshold_otsu(lit), iterations=2))
-    opened = ndimage.binary_opening(solid, iterations=4)
-    numbers, _ = ndimage.label(opened)
-    return grey, numbers
+    grey = _data_sets.coins() / 255.0
+    rough = _filters.median(grey[::4, ::4], np.ones((25, 25)))
+    lit = grey - rough.repeat(4, 0).repeat(4, 1)[: grey.shape[0], : grey.shape[1]]
+    closed = _morphology.isotropic_closing(lit > _filters.threshold_otsu(lit), 2)
+    # Holes of coins: small regions of the background.
+    around = _measure.label(~closed, connectivity=1)
+    holes = ~closed & (np.bincount(around.flatten())[around] < 500)
+    return grey, _measure.label(_morphology.isotropic_opening(closed | holes, 4), connectivity=1)
