@@ -25,13 +25,13 @@ RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 # result is in bench/results/recipes.md.
 RUNS = {
     "bert": (2000, 0.05),
-    "bert-classes": (250, 0.05),
+    "bert-classes": (500, 0.02),
     "dlrm": (1150, 0.03),
     "edsr": (150, 0.4),
     "edsr-large": (40, 0.05),
     "gpt": (100, 0.15),
     "gpt-3d": (100, 0.15),
-    "gpt-diloco": (300, 0.1),
+    "gpt-diloco": (400, 0.1),
     "gpt-tensor": (100, 0.15),
     "gpt-zero3": (100, 0.15),
     "resnet18": (200, 0.1),
