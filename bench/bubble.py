@@ -11,6 +11,7 @@ that takes more of it, which is the step's time where each rank has a core to it
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -127,7 +128,7 @@ def sleepers(ranks: int, schedule: str, unit_s: float, slept: list[float]) -> An
 
     each = INTERLEAVE if schedule in ("interleaved", "zero-bubble", "zero-bubble-v") else 1
     layers = [(f"layer{number}", Layer(unit_s / each, number == 0)) for number in range(ranks * each)]
-    return Model(Chain(layers), functional.mse_loss)
+    return Model(Chain(layers), functools.partial(functional.mse_loss, reduction="none"))
 
 
 def sleep_in_stages(me: Rank, microbatches: int, unit_s: float) -> None:

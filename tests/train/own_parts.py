@@ -15,10 +15,14 @@ from torch.nn import functional
 from netfold.train import Batch, Chain, Data, Metric, Model
 
 
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target, reduction="none")
+
+
 def line(width: int = 4, layers: int = 3, heads: int = 4, planned: bool = False) -> Model:
     """Linear layers in sequence: [n, width] -> [n, 1]."""
     parts: list[tuple[str, nn.Module]] = [(f"layer{number}", nn.Linear(width, width)) for number in range(layers - 1)]
-    return Model(Chain([*parts, ("last", nn.Linear(width, 1))]), functional.mse_loss, alternate if planned else None)
+    return Model(Chain([*parts, ("last", nn.Linear(width, 1))]), squares, tensor_plan=alternate if planned else None)
 
 
 def alternate(style: str, sequence: bool) -> dict[str, Any]:
@@ -28,15 +32,15 @@ def alternate(style: str, sequence: bool) -> dict[str, Any]:
 
 
 def no_chain() -> Model:
-    return Model(nn.Linear(4, 1), functional.mse_loss)
+    return Model(nn.Linear(4, 1), squares)
 
 
 def no_model() -> nn.Module:
     return nn.Linear(4, 1)
 
 
-def many_losses() -> Model:
-    return Model(nn.Linear(4, 1), lambda output, target: (output - target).square().mean(1))
+def one_loss() -> Model:
+    return Model(nn.Linear(4, 1), functional.mse_loss)
 
 
 def unmade(depth: int) -> Model:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from own_parts import squares
 from torch import Tensor, nn
-from torch.nn import functional
 
 from netfold.train import Batch, Chain, Data, Metric, Model, Outcome, Recipe, Trainer
 from netfold.train.callbacks import events as said
@@ -54,7 +54,7 @@ class First(nn.Module):
 
 
 def toy_model(noisy: bool = True, forward: Callable[[list[int]], None] | None = None) -> Model:
-    return Model(Chain([("first", First(noisy, forward)), ("last", nn.Linear(12, 1))]), functional.mse_loss)
+    return Model(Chain([("first", First(noisy, forward)), ("last", nn.Linear(12, 1))]), squares)
 
 
 def toy_data(change: Callable[[Sequence[int], Tensor], None] | None = None) -> Data:

@@ -23,8 +23,8 @@ from invented_run import (
 )
 from rich.console import Console
 
+from netfold.runs.metrics import read_metrics
 from netfold.train.callbacks.events import Ended, Noted
-from netfold.train.callbacks.metrics_file import read_metrics
 from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.selection import GuardedCallback, make_callbacks
 from netfold.train.callbacks.trackers import MLflow, TensorBoard, Wandb

@@ -27,17 +27,18 @@ def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
     data = make_data(Recipe.model_validate(recipe).data)
     found: dict[str, Any] = {}
     running: list[Any] = []
-    for name, zero, drifts in (("alike", 0, False), ("zero 0", 0, True), ("zero 3", 3, True)):
+    # One world: torch keeps the names of groups in caches, and a new world may have other groups under them.
+    with world(4):
+        for name, zero, drifts in (("alike", 0, False), ("zero 0", 0, True), ("zero 3", 3, True)):
 
-        def after(step: int, drifts: bool = drifts) -> None:
-            if drifts and step == 4 and rank == 1:
-                for key, parameter in running[-1].replica.named_parameters():
-                    if key == WEIGHT:
-                        local = parameter.detach()
-                        local = local.to_local() if hasattr(local, "to_local") else local
-                        local.copy_(torch.nextafter(local, torch.full_like(local, 9.0)))
+            def after(step: int, drifts: bool = drifts) -> None:
+                if drifts and step == 4 and rank == 1:
+                    for key, parameter in running[-1].replica.named_parameters():
+                        if key == WEIGHT:
+                            local = parameter.detach()
+                            local = local.to_local() if hasattr(local, "to_local") else local
+                            local.copy_(torch.nextafter(local, torch.full_like(local, 9.0)))
 
-        with world(4):
             asked = Recipe.model_validate(changed(recipe, parallel={"tensor": 2, "data": 2, "zero": zero}))
             trainer = Trainer(asked, data=data, folder=folder / name, callbacks=[Recorder(after)])
             running.append(trainer)
@@ -47,7 +48,7 @@ def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
             except DriftError as error:
                 found[name] = str(error)
             left = sorted(path.name for path in (folder / name / "checkpoints").iterdir())
-        found[f"{name} left"] = left
+            found[f"{name} left"] = left
     return found
 
 

@@ -147,7 +147,6 @@ def _learnt() -> dict[str, Any]:
     from netfold.train.models import make_model
     from netfold.train.parallel import parallelise
     from netfold.train.parallel.mesh import Mesh
-    from netfold.train.parallel.shards import as_shard
 
     flights = _Flights(STEPS * BATCH)
     batches = [flights.batch(range(step * BATCH, (step + 1) * BATCH), ()) for step in range(STEPS)]
@@ -157,7 +156,7 @@ def _learnt() -> dict[str, Any]:
     optimizer = torch.optim.SGD(alone.module.parameters(), lr=0.1, momentum=0.9)
     for batch in batches:
         optimizer.zero_grad()
-        alone.loss(alone.module(*batch.inputs), batch.target).backward()
+        alone.losses(alone.module(*batch.inputs), batch.target).mean().backward()
         optimizer.step()
     expected, before = (
         {name: weight.detach() for name, weight in model.module.named_parameters()} for model in (alone, start)
@@ -176,7 +175,7 @@ def _learnt() -> dict[str, Any]:
             optimizer.step()
         weights = {}
         for name, parameter in replica.named_parameters():
-            part = as_shard(parameter, parameter.detach())
+            part = parameter.detach()
             weights[name] = part.full_tensor() if isinstance(part, DTensor) else part
         held: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(held, weights)

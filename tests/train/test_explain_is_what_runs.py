@@ -42,9 +42,9 @@ Found = dict[tuple[str, int], tuple[int, int]]
 
 @functools.cache
 def plan(name: str) -> Any:
+    from netfold.dry_run.explain import explain
+    from netfold.dry_run.validate import validate_recipe
     from netfold.train import Recipe
-    from netfold.train.explain import explain
-    from netfold.train.recipe.validate import validate_recipe
 
     recipe = Recipe.model_validate(RECIPES[name])
     return explain(recipe, validate_recipe(recipe, RANKS))

@@ -154,7 +154,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A damaged checkpoint, for each kind of damage and each policy."""
     from surviving import Recorder, run
 
-    from netfold.train.checkpoint.recovery import CheckpointError
+    from netfold.train.checkpoint.state import CheckpointError
 
     def cut(path: Path) -> None:
         os.truncate(path / "__0_0.distcp", 100)
@@ -220,7 +220,7 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
     import torch
     from torch.distributed.checkpoint import save
 
-    from netfold.train.fault_tolerance import atomic_checkpoint
+    from netfold.train.checkpoint import atomic
 
     if rank:
         return []
@@ -230,13 +230,13 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
 
     found = []
     folder.mkdir()
-    position = functools.partial(atomic_checkpoint.Position, samples=0, numbers={}, recipe={})
+    position = functools.partial(atomic.Position, samples=0, numbers={}, recipe={})
     for moment in range(100):
         into = folder / str(moment)
         into.mkdir()
         save(
             {"model.x": torch.arange(9.0)},
-            storage_writer=atomic_checkpoint.AtomicCheckpointWriter(into, position(1), keep=1),
+            storage_writer=atomic.AtomicCheckpointWriter(into, position(1), keep=1),
             no_dist=True,
         )
         calls = 0
@@ -258,19 +258,19 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
                 (os, "rmdir"), (os, "open"),
             ):  # fmt: skip
                 patch.setattr(holder, name, counted(getattr(holder, name)))
-            writer = atomic_checkpoint.AtomicCheckpointWriter(into, position(2), keep=1)
+            writer = atomic.AtomicCheckpointWriter(into, position(2), keep=1)
             with contextlib.suppress(CrashError):
                 try:
                     save({"model.x": torch.arange(9.0) + 1}, storage_writer=writer, no_dist=True)
                     ended = "whole"
                 except BaseException as error:
                     assert "CrashError" in repr(error), error
-        left = atomic_checkpoint.complete_checkpoints(into)
+        left = atomic.complete_checkpoints(into)
         assert left, f"moment {moment}: no checkpoint is left"
         for path in left:
-            assert not atomic_checkpoint.find_damage(path, 0, 1), (moment, path)
+            assert not atomic.find_damage(path, 0, 1), (moment, path)
         found.append(f"{ended} {left[-1].name}")
-        atomic_checkpoint.remove_incomplete(into)
+        atomic.remove_incomplete(into)
         assert not list(into.glob("*.part"))
         if ended == "whole":
             return found
@@ -281,8 +281,8 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A full disk: a tiny one if this process may mount it, otherwise a simulated error."""
     from surviving import Recorder, run
 
-    from netfold.train.checkpoint.recovery import CheckpointError
-    from netfold.train.fault_tolerance import atomic_checkpoint
+    from netfold.train.checkpoint import atomic
+    from netfold.train.checkpoint.state import CheckpointError
 
     found: dict[str, Any] = {}
     for policy in ("warn", "stop"):
@@ -306,7 +306,7 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
                     def no_room(*_: Any) -> Any:
                         raise OSError(errno.ENOSPC, "No space left on device")
 
-                    patch.setattr(atomic_checkpoint.FileSystemWriter, "write_data", no_room)
+                    patch.setattr(atomic.FileSystemWriter, "write_data", no_room)
 
             recorder = Recorder(fill)
             saving = {"every": 3, "asynchronous": policy == "stop"}
@@ -637,10 +637,10 @@ def test_a_damaged_checkpoint_is_noted_and_the_previous_one_is_loaded() -> None:
 
 def test_a_checkpoint_of_another_job_is_an_error() -> None:
     for more, optimizer, never, _, less in FOUND[other_model]:
-        assert "it has model.layers.first.norm.bias, which the model lacks" in more
+        assert "the model lacks buffer.layers.first.norm" in more and "model.layers.first.norm.bias;" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
         assert "run.resume is 'never'" in never
-        assert "it has no model.layers.first.norm.weight" in less
+        assert "it lacks model.layers.first.norm.weight" in less
 
 
 def test_a_recipe_with_rewind_needs_checkpoints() -> None:

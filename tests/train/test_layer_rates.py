@@ -140,7 +140,6 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
     from netfold.train.optim import kind_of, make_optimizer
     from netfold.train.parallel import parallelise
     from netfold.train.parallel.mesh import Mesh
-    from netfold.train.parallel.shards import as_shard
 
     recipe = _recipe(kind, DLRM if "tables" in split else GPT, SPLITS[split])
     examples = _Drawn(recipe.model.name)
@@ -149,7 +148,9 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
     model = make_model(recipe.model)
     if recipe.model.name == "gpt":
         # The model's own loss makes logits f32.
-        model = dataclasses.replace(model, loss=lambda logits, target: functional.cross_entropy(logits.mT, target))
+        model = dataclasses.replace(
+            model, loss=lambda logits, target: functional.cross_entropy(logits.mT, target, reduction="none")
+        )
     for weight in model.module.parameters():
         if weight.ndim > 1:
             # Parts whose own norms would give another rate, along either dimension.
@@ -164,7 +165,7 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
         whole = of(alone.module.parameters(), **options)
         for batch in batches:
             whole.zero_grad()
-            alone.loss(alone.module(*batch.inputs), batch.target).backward()
+            alone.losses(alone.module(*batch.inputs), batch.target).mean().backward()
             whole.step()
         return {name: weight.detach() for name, weight in alone.module.named_parameters()}
 
@@ -173,14 +174,14 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
 
     mesh = Mesh(recipe.parallel)
     replica = parallelise(model, recipe, mesh, examples)
-    optimizer = make_optimizer(replica, recipe, mesh)
+    optimizer = make_optimizer(replica, recipe)
     for batch in batches:
         optimizer.zero_grad()
         replica.gradients(batch.parts(mesh.data.size)[mesh.data.rank])
         optimizer.step()
     off = 0.0
     for name, held in replica.named_parameters():
-        part = as_shard(held, held.detach())
+        part: Any = held.detach()
         part = part.full_tensor() if isinstance(part, DTensor) else part
         off = max(off, float((part - expected[name]).norm()))
     return off, of_one_bit
@@ -205,7 +206,6 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from netfold.train.optim import kind_of, make_optimizer
-    from netfold.train.parallel.shards import as_shard, local, plain_part
 
     axes = {"first": "tensor", "last": "data"}
 
@@ -215,16 +215,21 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
 
     def put(tensors: dict[str, Any]) -> dict[str, Any]:
         cut = {
-            name: distribute_tensor(tensors[name], mesh.device_mesh[axis], [Shard(0)], src_data_rank=None)
+            name: distribute_tensor(
+                tensors[name],
+                (mesh.data_mesh if axis == "data" else mesh.device_mesh["tensor"]),
+                [Shard(0)],
+                src_data_rank=None,
+            )
             for name, axis in axes.items()
         }
         return {**{name: tensor.clone() for name, tensor in tensors.items()}, **cut}
 
-    held = {name: plain_part(w) if name in axes else torch.nn.Parameter(w) for name, w in put(drawn(0)).items()}
+    held = {name: torch.nn.Parameter(w) for name, w in put(drawn(0)).items()}
     whole = {name: torch.nn.Parameter(tensor) for name, tensor in drawn(0).items()}
     recipe = _recipe("lamb", {"name": "given"}, {"tensor": 2}, precision)
     replica = _Held(held)
-    optimizer = make_optimizer(replica, recipe, mesh)  # type: ignore[arg-type]
+    optimizer = make_optimizer(replica, recipe)  # type: ignore[arg-type]
     kind, options = kind_of(recipe.optimizer)
     alone: Any = kind(whole.values(), **options)
     norms: dict[str, list[int]] = {"tensor": [], "data": []}
@@ -232,7 +237,7 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
         gradients = drawn(1 + step)
         for tensors, given in ((whole, gradients), (held, put(gradients))):
             for name, gradient in given.items():
-                tensors[name].grad = local(gradient)
+                tensors[name].grad = gradient
         before = {axis: len(_all_reduces(mesh, axis)) for axis in norms}
         optimizer.step()
         alone.step()
@@ -240,7 +245,7 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
             sizes += _all_reduces(mesh, axis)[before[axis] :]
     off = 0.0
     for name, w in held.items():
-        part = as_shard(w, w.detach())
+        part: Any = w.detach()
         part = part.full_tensor() if isinstance(part, DTensor) else part
         off = max(off, float((part - whole[name].detach()).abs().max()))
     return {"off": off, "norms": norms}
@@ -261,12 +266,12 @@ def _no_gradient(mesh: Any) -> float:
     from torch.distributed.tensor import DTensor, Shard
 
     from netfold.train.optim import LARS
-    from netfold.train.parallel.shards import plain_part
+    from netfold.train.parallel.shards import local
 
     part = torch.ones(2, 2, dtype=torch.float64)
-    w = plain_part(DTensor.from_local(part, mesh.device_mesh["tensor"], [Shard(0)], run_check=False))
+    w = torch.nn.Parameter(DTensor.from_local(part, mesh.device_mesh["tensor"], [Shard(0)], run_check=False))
     optimizer = LARS([w], lr=0.5, trust=0.1)
     if mesh.tensor.rank == 0:
         w.grad = torch.full_like(w, 3.0)
     optimizer.step()
-    return 1.0 - float(w[0, 0])
+    return 1.0 - float(local(w.detach())[0, 0])

@@ -71,7 +71,7 @@ def test_all_ranks_agree_on_the_folder(left: tuple[Path, list[Any]]) -> None:
 
 
 def test_the_metrics_file_has_the_metric_of_the_outcome_and_exposed_shares(left: tuple[Path, list[Any]]) -> None:
-    from netfold.train.callbacks.metrics_file import read_metrics
+    from netfold.runs.metrics import read_metrics
 
     folder, found = left
     metrics = read_metrics(folder)

@@ -21,9 +21,10 @@ from invented_run import (
     tell,
 )
 
+from netfold.runs.metrics import read_metrics
+from netfold.runs.page import write_report
 from netfold.train.callbacks.events import Ended, Stepped
-from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
-from netfold.train.callbacks.report import write_report
+from netfold.train.callbacks.metrics_file import MetricsFile
 
 
 def test_every_number_of_an_event_is_read_back(tmp_path: Path) -> None:

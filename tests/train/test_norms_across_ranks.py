@@ -142,7 +142,7 @@ def _cut(kind: str, mesh: Any) -> dict[str, Any]:
     import torch
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    plane = mesh.device_mesh["data", "tensor"]
+    plane = mesh.device_mesh["replicate", "tensor"]
     places = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate())]
 
     def put(tensors: list[Any]) -> list[Any]:
@@ -181,7 +181,7 @@ def _fsdp(kind: str, mesh: Any) -> float:
             return sum((w * g).sum() for w, g in zip(self.held, by, strict=True))
 
     module = Products()
-    fully_shard(module, mesh=mesh.device_mesh["data"])
+    fully_shard(module, mesh=mesh.fsdp_mesh)
     optimizer = _optimizer(kind, list(module.parameters()))
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -239,10 +239,12 @@ def _partial(mesh: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     from netfold.train.optim.step import Clip
+    from netfold.train.parallel.shards import settle
 
     line = mesh.device_mesh["tensor"]
     held = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), line, [Replicate()]))
     held.grad = DTensor.from_local(torch.ones(4), line, [Partial()])
+    settle([held])
     norm = Clip(Held({"norm.weight": held}), 2.0).clip()
     return {"norm": norm, "gradient": held.grad.to_local().tolist()}
 

@@ -9,15 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from netfold.train.optim import kind_of, learning_rate
 from netfold.train.optim.layerwise import LAMB, LARS
-from netfold.train.parallel.shards import plain_part
 from netfold.train.recipe import Optimizer as Asked
 from netfold.train.recipe import Recipe, Schedule
 from netfold.train.recipe.errors import RecipeError
@@ -118,17 +113,6 @@ def test_each_optimizer_gets_its_keys(name: Any, kind: type[torch.optim.Optimize
     assert kind_of(asked) == (kind, {"lr": 0.3, "weight_decay": 0.01, **options})
     made = kind([torch.ones(2, 2, requires_grad=True)], **kind_of(asked)[1])
     assert {key: made.param_groups[0][key] for key in options} == options
-
-
-def test_copying_an_optimizer_of_parts_is_an_error() -> None:
-    copy.deepcopy(LARS([torch.ones(2, 2, requires_grad=True)]))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        whole = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-        with pytest.raises(TypeError, match="LARS holds parts of parameters"):
-            copy.deepcopy(LARS([plain_part(whole)]))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_invalid_settings_of_an_optimizer_are_errors() -> None:

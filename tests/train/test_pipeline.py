@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_parts import squares
 from ranks import run_ranks, values
 from training import TINY_GPT, changed
 
@@ -94,20 +95,20 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
     torch.manual_seed(5)
     if name == "gpt":
         model = gpt(width=16, heads=2, layers=2, context=12)
-        model = Model(model.module, lambda out, target: functional.cross_entropy(out.flatten(0, 1), target.flatten()))
+        model = Model(model.module, lambda out, target: functional.cross_entropy(out.mT, target, reduction="none"))
     elif name == "edsr":
         model = edsr(features=6, blocks=6)
         # The last convolution starts at 0, and would hide all others from the loss.
         nn.init.normal_(model.module.layers["tail"].last.weight)
     elif name == "mlp":
         blocks = [nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(3)]
-        model = Model(Chain([(f"block{number}", block) for number, block in enumerate(blocks)]), functional.mse_loss)
+        model = Model(Chain([(f"block{number}", block) for number, block in enumerate(blocks)]), squares)
     elif name == "fixed":
         layers = [("fixed", nn.Tanh()), *((f"linear{number}", nn.Linear(8, 8)) for number in range(3))]
-        model = Model(Chain(layers), functional.mse_loss)
+        model = Model(Chain(layers), squares)
     else:
         layers = [("first", First()), ("shift", Shift()), ("look", Look()), ("head", nn.Linear(4, 3))]
-        model = Model(Chain(layers), functional.mse_loss)
+        model = Model(Chain(layers), squares)
 
     class Drawn:
         def __len__(self) -> int:
@@ -162,7 +163,7 @@ def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         batch = data.train.batch(order.indices(step * size, size), order.seeds(step * size, size))
-        loss = model.loss(model.module(*batch.inputs), batch.target)
+        loss = model.losses(model.module(*batch.inputs), batch.target).mean()
         losses.append(loss.item())
         model.module.zero_grad()
         loss.backward()
@@ -184,13 +185,13 @@ def gradients_in_one_process(name: str) -> dict[str, Any]:
     batch = examples.batch(range(ROWS), range(ROWS))
     for part in batch.parts(ROWS):
         model.module.zero_grad()
-        (model.loss(model.module(*part.inputs), part.target) / ROWS).backward()
+        (model.losses(model.module(*part.inputs), part.target).mean() / ROWS).backward()
         for weight_name, weight in model.module.named_parameters():
             total[weight_name] = total.get(weight_name, 0) + weight.grad
             magnitude[weight_name] = magnitude.get(weight_name, 0) + weight.grad.abs()
     with torch.no_grad():
         output = model.module(*batch.inputs)
-        loss = float(model.loss(output, batch.target))
+        loss = float(model.losses(output, batch.target).mean())
     return {
         "total": arrays(total.items()),
         "magnitude": arrays(magnitude.items()),
@@ -208,10 +209,9 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     from netfold.train import Batch, Recipe
     from netfold.train.parallel import parallelise
     from netfold.train.parallel.mesh import Mesh
-    from netfold.train.parallel.shards import as_shard
 
     def whole(weight: Any) -> Any:
-        part = as_shard(weight, weight.grad)
+        part = weight.grad
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))
@@ -270,7 +270,7 @@ def kept_by_four_dropouts() -> list[float]:
 
     model = Model(
         Chain((f"half{number}", Half()) for number in range(4)),
-        lambda out, _: (out != 0).float().mean() + 0 * out.sum(),
+        lambda out, _: (out != 0).float() + 0 * out,
     )
     recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4}))
     replica = parallelise(model, recipe, Mesh(recipe.parallel), Ones())
@@ -286,7 +286,6 @@ def refused_by_zero_bubble() -> str:
     """A chain whose third layer returns a tensor that depends only on its weights; the fourth layer adds it."""
     import torch
     from torch import nn
-    from torch.nn import functional
 
     from netfold.train import Batch, Chain, Model, Recipe
     from netfold.train.parallel import parallelise
@@ -314,7 +313,7 @@ def refused_by_zero_bubble() -> str:
     layers = [("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)), ("both", Both()), ("sum", Sum())]
     recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4, "schedule": "zero-bubble", "interleave": 1}))
     try:
-        parallelise(Model(Chain(layers), functional.mse_loss), recipe, Mesh(recipe.parallel), Ones())
+        parallelise(Model(Chain(layers), squares), recipe, Mesh(recipe.parallel), Ones())
     except ValueError as error:
         return str(error)
     return ""

@@ -12,12 +12,12 @@ import pytest
 from made import needs_fashion_mnist
 from own_parts import line
 
+from netfold.dry_run.validate import validate_recipe
 from netfold.train import Recipe
 from netfold.train.recipe import Factory
 from netfold.train.recipe.errors import RecipeError, Source, error_kind, error_sentence
 from netfold.train.recipe.load import load
-from netfold.train.recipe.registry import arguments, factory
-from netfold.train.recipe.validate import validate_recipe
+from netfold.train.recipe.registry import factory
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},
@@ -64,8 +64,10 @@ def said(ranks: int = 1, **sections: dict[str, Any]) -> list[str]:
             "loss; it must return netfold.train.Model(module, loss)",
         ),
         (
-            {"name": "own_parts:many_losses"},
-            "model.name 'own_parts:many_losses' has a loss of shape [2]; it must return the mean, one number",
+            {"name": "own_parts:one_loss"},
+            "model.name 'own_parts:one_loss' does not fit data.name 'own_parts:numbers': the model's loss of 2 samples "
+            "has the shape []; it must have one or more numbers for each sample, [n, ...], so that any split of a "
+            'batch has one mean: reduction="none"',
         ),
     ],
 )
@@ -259,7 +261,7 @@ def test_a_valid_recipe_passes(tmp_path: Path) -> None:
 
 def test_arguments_are_those_of_the_call_of_the_factory() -> None:
     made = factory(Factory.model_validate({"name": "own_parts:line", "width": 8}), {}, "model")
-    assert arguments(made) == {"width": 8, "layers": 3, "heads": 4, "planned": False}
+    assert made.keywords == {"width": 8, "layers": 3, "heads": 4, "planned": False}
     assert made.func is line
 
 

@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from netfold.train.explain import explain
-from netfold.train.explain.render import print_plan
+from netfold.dry_run.explain import explain
+from netfold.dry_run.render import print_plan
+from netfold.dry_run.validate import validate_recipe
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import ranks_asked
-from netfold.train.recipe.validate import validate_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "train" / "recipes.md"
 PLAN = re.compile(r"```text\n(.*?)```", re.DOTALL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from browser import Element, needs_chromium, opened, parse
 from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evaluated, goes_through, recipe, started, tell
 from ranks import run_command
 
+from netfold.runs.metrics import read_metrics, result
+from netfold.runs.page import write_report
 from netfold.train import Recipe
 from netfold.train.callbacks.events import Ended, Noted
-from netfold.train.callbacks.metrics_file import MetricsFile, metric_words, read_metrics, result
-from netfold.train.callbacks.report import ReportCallback, write_report
+from netfold.train.callbacks.metrics_file import MetricsFile, metric_words
+from netfold.train.callbacks.report import ReportCallback
 from netfold.train.callbacks.run_folder import run_folder
 from netfold.train.data.examples import Panel
 
@@ -30,6 +34,13 @@ def cut_off_and_gone_on(asked: Recipe) -> Path:
         tell([writer], events)
         del writer
     return folder
+
+
+def test_the_page_is_made_again_without_torch(tmp_path: Path) -> None:
+    folder = cut_off_and_gone_on(recipe(tmp_path))
+    verb = "import sys; sys.modules['torch'] = None; from netfold.cli import app; app()"
+    subprocess.run([sys.executable, "-c", verb, "train", "report", str(folder)], check=True)
+    assert (folder / "report.html").exists()
 
 
 def no_errors(page: Element) -> None:
@@ -186,7 +197,7 @@ def test_a_page_is_written_seldom_if_writing_takes_long_and_always_at_the_end(
 
 
 def test_a_long_run_keeps_its_extremes_and_a_small_page(tmp_path: Path) -> None:
-    from netfold.train.callbacks.report.curves import _thinned
+    from netfold.runs.curves import _thinned
 
     points: list[tuple[int, float | None]] = [(step, float(step % 97)) for step in range(100_000)]
     points[54_321] = (54_321, 1e6)
@@ -200,7 +211,7 @@ def test_the_page_of_a_very_long_run_has_some_steps_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_off_and_gone_on(recipe(tmp_path))
-    monkeypatch.setattr("netfold.train.callbacks.report._MOST_STEPS", 7)
+    monkeypatch.setattr("netfold.runs.page._MOST_STEPS", 7)
     page = parse(write_report(folder).read_text())
     assert json.loads(page.one("script", id="metrics").text)["steps"]["step"] == [1, 4, 7, 10, 13, 16, 19]
     assert "carries the numbers of one in 3" in page.one("main").text

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from invented_run import goes_through, recipe, tell
 
+from netfold.runs import RECIPE
 from netfold.train import Recipe
 from netfold.train.callbacks.events import Ended
 from netfold.train.callbacks.metrics_file import MetricsFile
 from netfold.train.callbacks.run_folder import run_folder, run_name
-from netfold.train.recipe.load import RESOLVED, load, read_resolved
+from netfold.train.recipe.load import load, read_resolved
 
 HARD: dict[str, Any] = {
     "model": {
@@ -42,9 +43,9 @@ def run_through(folder: Path, asked: Recipe, reason: str = "done") -> None:
 def test_a_written_recipe_loads_to_an_equal_one(tmp_path: Path, table: dict[str, Any]) -> None:
     asked = Recipe.model_validate({**table, "run": {"folder": str(tmp_path), "name": "x"}})
     folder = run_folder(asked)
-    assert read_resolved(folder) == load(folder / RESOLVED)[0] == asked
+    assert read_resolved(folder) == load(folder / RECIPE)[0] == asked
     # All defaults are written, so the defaults of another version change nothing.
-    written = json.loads((folder / RESOLVED).read_text())
+    written = json.loads((folder / RECIPE).read_text())
     assert written["training"]["batch"] == 32 and written["fault_tolerance"]["grace_s"] == 30.0
 
 
@@ -56,11 +57,9 @@ def test_every_shipped_recipe_is_written_completely() -> None:
         assert Recipe.model_validate_json(asked.model_dump_json()) == asked
 
 
-def test_a_run_is_named_by_its_recipe_its_file_or_its_model(tmp_path: Path) -> None:
-    assert run_name(recipe(tmp_path), Path("recipes/edsr.toml")) == "invented"
-    unnamed = recipe(tmp_path, run={"folder": str(tmp_path)})
-    assert run_name(unnamed, Path("recipes/edsr.toml")) == "edsr"
-    assert run_name(unnamed) == "gpt"
+def test_a_run_is_named_by_its_recipe_or_its_model(tmp_path: Path) -> None:
+    assert run_name(recipe(tmp_path)) == "invented"
+    assert run_name(recipe(tmp_path, run={"folder": str(tmp_path)})) == "gpt"
     for name in ("a/b", "..", "."):
         with pytest.raises(ValueError, match=r"run\.name is .*, which is not a folder's name"):
             run_name(recipe(tmp_path, run={"name": name}))

@@ -26,7 +26,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
         for row, own_s in zip(rows, SECONDS, strict=True):
             row.copy_(torch.tensor([own_s, own_s / 10]))
 
-    def all_gather_object(found: list[str], _own: str) -> None:
+    def all_gather_object(found: list[str], _own: str, group: object) -> None:
         found[:] = [f"host{rank}" for rank in range(len(found))]
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())

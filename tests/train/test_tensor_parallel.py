@@ -145,7 +145,7 @@ def _counts() -> dict[str, Any]:
     from netfold.train.models.model import Chain, Model
     from netfold.train.models.transformer import gpt
     from netfold.train.parallel.mesh import Mesh
-    from netfold.train.parallel.tensor import cut, localise
+    from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
 
     found: dict[str, Any] = {}
@@ -153,7 +153,6 @@ def _counts() -> dict[str, Any]:
 
     def ready(model: Model, style: Any, sequence: bool = False) -> Any:
         cut(model, Parallel(tensor=4, style=style, sequence=sequence), mesh)
-        localise(model.module)
         return model.module
 
     for style in STYLES:
@@ -162,7 +161,7 @@ def _counts() -> dict[str, Any]:
         paths = [f"layers.{number}.linear" for number in range(LAYERS)]
         layers: list[tuple[str, nn.Module]] = [(str(number), dense(8, 8)) for number in range(LAYERS)]
         plan = functools.partial(_plan_between, stack_plan, paths, ends)
-        stack = ready(Model(Chain(layers), torch.sub, plan), style)
+        stack = ready(Model(Chain(layers), torch.sub, tensor_plan=plan), style)
         x = torch.ones(4, 8 if style == "alternating" else 2, requires_grad=True)
         found[f"counts of a stack, {style}"] = _counted(stack, x, mesh.tensor.group)
         model = ready(linear_stack([8] * (LAYERS + 1)), style)
@@ -195,12 +194,15 @@ def _counted(module: Any, inputs: Any, group: Any) -> list[dict[str, int]]:
     """Collectives by kind, forward and backward: as torch dispatches them, and as the group executed them."""
     from torch.distributed.tensor.debug import CommDebugMode
 
+    from netfold.train.parallel.shards import settle
+
     found, begun = [], len(_operations(group))
     with CommDebugMode() as forward:
         output = module(inputs).sum()
     between = len(_operations(group))
     with CommDebugMode() as backward:
         output.backward()
+        settle(module.parameters())
     if inputs.requires_grad:
         assert inputs.grad.isfinite().all()  # waits for it
     carried_out = _operations(group)
@@ -276,7 +278,7 @@ def _alone(model: Any, batches: Any) -> _Learnt:
     optimizer = _optimizer(model.module.parameters())
     for batch in batches:
         optimizer.zero_grad()
-        model.loss(model.module(*batch.inputs), batch.target).backward()
+        model.losses(model.module(*batch.inputs), batch.target).mean().backward()
         optimizer.step()
     named = dict(model.module.named_parameters())
     momentum = {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in named.items()}
@@ -293,10 +295,10 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     """Weights and momentum joined from all ranks' parts, and whether uncut tensors are equal on all ranks."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     from netfold.train.parallel import parallelise
-    from netfold.train.parallel.shards import as_shard
+    from netfold.train.parallel.shards import axes, local
 
     replica = parallelise(model, recipe, mesh)
     optimizer = _optimizer([parameter for _, parameter in replica.named_parameters()])
@@ -307,12 +309,11 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     weights, momentum, same = {}, {}, "same"
     for name, parameter in replica.named_parameters():
         for into, tensor in ((weights, parameter.detach()), (momentum, optimizer.state[parameter]["momentum_buffer"])):
-            part = as_shard(parameter, tensor)
-            into[name] = part.full_tensor() if isinstance(part, DTensor) else part
-            if not (isinstance(part, DTensor) and isinstance(part.placements[0], Shard)):
+            into[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not axes(parameter):
                 everywhere: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everywhere, tensor)
-                if not all(tensor.equal(other) for other in everywhere):
+                dist.all_gather_object(everywhere, local(tensor))
+                if not all(local(tensor).equal(other) for other in everywhere):
                     same = f"{name} differs"
     outputs = [torch.empty(0) for _ in range(mesh.data.size)]
     dist.all_gather_object(outputs, replica.outputs(batches[-1]) + 0.0, group=mesh.data.group)
@@ -327,7 +328,7 @@ def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
 
     cut(model, recipe.parallel, mesh)
     for layer in (*model.module.layers.values(), model.module):
-        fully_shard(layer, mesh=mesh.device_mesh["data"])
+        fully_shard(layer, mesh=mesh.fsdp_mesh)
     learnt = _alone(model, batches)
     return _Learnt(_whole(learnt.weights), _whole(learnt.momentum))
 

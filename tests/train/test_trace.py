@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from netfold.cli import app  # noqa: E402
+from netfold.dry_run import TraceError, parse_input, parse_module, trace_module  # noqa: E402
+from netfold.dry_run.layers import measure  # noqa: E402
 from netfold.plan.model import Layered, ShardSpec, TensorSize, Traced  # noqa: E402
 from netfold.train.data.examples import Batch  # noqa: E402
-from netfold.train.explain.layers import measure  # noqa: E402
 from netfold.train.models import make_model  # noqa: E402
 from netfold.train.recipe import Factory  # noqa: E402
-from netfold.train.trace import TraceError, parse_input, parse_module, trace_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HERE = "test_trace"
@@ -287,6 +287,13 @@ def lost() -> nn.Module:
 def test_a_model_that_cannot_be_traced_is_an_error(what: str, inputs: tuple[str, ...], reason: str) -> None:
     with pytest.raises(TraceError, match=reason):
         trace(what, *inputs)
+
+
+def test_an_option_may_be_a_list() -> None:
+    traced = trace("linear-stack:widths=[8,6,4]", "4x8")
+    assert traced.parameters == 8 * 6 + 6 + 6 * 4 + 4
+    made = parse_module("dlrm:rows=[5,7],numbers=3,top=[4]")
+    assert made.keywords["rows"] == [5, 7] and made.keywords["top"] == [4]  # type: ignore[attr-defined]
 
 
 def plan(*arguments: str) -> tuple[int, str]:

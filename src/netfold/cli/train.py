@@ -1,4 +1,7 @@
-"""`netfold train RECIPE`: a training job from one file. `netfold train report FOLDER`: its page again."""
+"""`netfold train RECIPE`: a training job from one file. `netfold train report FOLDER`: its page again.
+
+`netfold train export FOLDER OUT`: its weights as safetensors.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, print_problems
 from netfold.extras import need
+from netfold.units import plural
 
 if TYPE_CHECKING:
     from netfold.bootstrap.launchers import Placement
@@ -28,7 +32,8 @@ class _TrainGroup(DefaultCommandGroup):
 
 app = typer.Typer(
     cls=_TrainGroup,
-    help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again.",
+    help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again, "
+    "`netfold train export FOLDER OUT` writes its weights.",
     no_args_is_help=True,
 )
 
@@ -52,7 +57,7 @@ def run(
     a policy of [fault_tolerance] ended the run. 75: the run was asked to stop (SIGTERM); nothing is lost, and the same
     command continues the run.
     """
-    _need_packages()
+    need("netfold train", ("torch", "pydantic"), "train")
 
     from netfold.bootstrap.launchers import is_launched
     from netfold.train.fault_tolerance.stop import unwind_on_signals
@@ -65,16 +70,40 @@ def run(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")]) -> None:
     """Make a run's page, report.html, again from the data in its folder. Exit code 2 if the folder holds no run."""
-    _need_packages()
-
-    from netfold.train.callbacks.report import write_report
+    from netfold.runs.page import write_report
 
     with exit_on("train report", ValueError, OSError):
         typer.echo(write_report(folder))
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, runs/edsr, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    dtype: Annotated[
+        Literal["f32", "bf16", "f16"] | None, typer.Option(help="The type of the weights.", show_default="as saved")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averages of the weights (EMA) instead of the weights.")
+    ] = False,
+) -> None:
+    """Write the weights of a run's newest complete checkpoint as safetensors, beside the recipe. Starts no ranks.
+
+    Exit code 2 if there is no complete checkpoint, or the folder exists.
+    """
+    need("netfold train export", ("torch", "pydantic", "safetensors"), "train")
+    from netfold.train.checkpoint.export import export as write
+    from netfold.train.parallel.precision import DTYPES
+
+    with exit_on("train export", ValueError, OSError):
+        done = write(run, out, None if dtype is None else DTYPES[dtype], ema=ema)
+        files = plural(done.files, "file")
+        typer.echo(f"{out}: {done.tensors} tensors of step {done.step}, {done.size_bytes / 1e6:.1f} MB in {files}")
+
+
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
+    from netfold.train.rank import shared_job
     from netfold.train.recipe.errors import RecipeError, Source
     from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked, split
@@ -85,12 +114,12 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
     source = Source()
     try:
         place = placement() if is_launched() else None
-        if place is not None and ranks_here is not None:
+        if place is not None and ranks_here not in (None, place.size):
             raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
-        asked, source = load(recipe, settings)
+        asked, source = shared_job() or load(recipe, settings)
         ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
         if place is None or explain:
-            from netfold.train.recipe.validate import validate_recipe
+            from netfold.dry_run.validate import validate_recipe
 
             checked = validate_recipe(asked, ranks)
         else:
@@ -106,8 +135,8 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
             print_problems("train", RecipeError(source.placed(error)))
         raise typer.Exit(CANNOT) from None
     if explain:
-        from netfold.train.explain import explain as explained
-        from netfold.train.explain.render import print_plan
+        from netfold.dry_run.explain import explain as explained
+        from netfold.dry_run.render import print_plan
 
         if place is None or place.rank == 0:
             print_plan(explained(asked, checked))
@@ -120,7 +149,3 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
 
         del checked
         raise typer.Exit(launch(asked, source, ranks))
-
-
-def _need_packages() -> None:
-    need("netfold train", ("torch", "pydantic"), "train")

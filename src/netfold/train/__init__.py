@@ -5,10 +5,10 @@
     recipe = netfold.train.Recipe(model={"name": "gpt"}, data={"name": "source"}, training={"steps": 100})
     netfold.train.Trainer(recipe).fit()                   # with torch.distributed initialised
 
-Modules: `recipe` reads and checks a recipe. `explain` plans it. `launch` and `rank` start it. `parallel` turns a model
-into this rank's part of it (`Replica`). `trainer` is the loop. `fault_tolerance` reacts to failures. `callbacks`
-receive `events`. Each part can be used alone, in another loop.
-May use: torch, plan, profile, and bootstrap's names of launchers. Only cli and the demo import it.
+Modules: `recipe` reads a recipe. `launch` and `rank` start it. `parallel` turns a model into this rank's part of it
+(`Replica`). `trainer` is the loop. `fault_tolerance` reacts to failures. `callbacks` receive `events`. Each part can be
+used alone, in another loop.
+May use: torch, runs, plan, profile, and bootstrap's names of launchers. Only dry_run, cli and the demo import it.
 Invariant: the contents of a batch depend on the seed and the samples before it, never on the number of ranks.
 Tests: `pytest tests/train`.
 """

@@ -19,19 +19,22 @@ from netfold.train.parallel.mesh import Mesh
 
 @torch.no_grad()
 def evaluate(replica: Replica, model: Model, data: Data, mesh: Mesh, batch: int) -> dict[str, float]:
-    """The mean metric and loss over the held-out examples, the same on every rank.
+    """The mean metric and loss over the held-out items, the same on every rank.
 
     batch: samples per rank. Collective over the world.
     """
-    # The sums of scores and losses, and the number of samples.
-    sums = torch.zeros(3, dtype=torch.float64)
+    metric = data.metric
+    # The sums of scores and of losses, each with its number of items.
+    sums = torch.zeros(4, dtype=torch.float64)
     for _, output, target in _outputs(replica, data.held_out, mesh, batch):
         if output is not None:
-            loss = model.loss(output, target).double() * len(target)
-            score = data.metric.score(output, target).double().sum()
-            sums += torch.stack([score, loss, loss.new_tensor(len(target))]).cpu()
+            losses, scores = model.losses(output, target), metric.score(output, target).double()
+            items = scores.new_tensor(scores.numel()) if metric.items is None else metric.items(target)
+            found = (scores.sum(), items, losses.double().sum(), model.count(losses, target))
+            sums += torch.stack([each.double() for each in found]).cpu()
     dist.all_reduce(sums)
-    return {data.metric.name: float(sums[0] / sums[2]), "loss": float(sums[1] / sums[2])}
+    score, items, loss, losses_count = sums.tolist()
+    return {metric.name: score / max(1.0, items), "loss": loss / max(1.0, losses_count)}
 
 
 def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequence[Panel]:

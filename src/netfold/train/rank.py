@@ -1,7 +1,6 @@
 """One rank of a job: join the group, check the hosts, train, and report the result.
 
-Under torchrun, Slurm or mpirun `netfold train` calls `train` at once. Otherwise `launch` starts processes that run this
-file: `python -m netfold.train.rank FOLDER`.
+`netfold train` runs this under torchrun, Slurm or mpirun, and in the ranks that `launch` starts.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,37 +27,75 @@ if TYPE_CHECKING:
     from netfold.train.trainer import Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-# Files in the folder of a job of `launch`: the job, a mark that a rank has begun to train, and the final status.
-JOB, BEGUN, FINAL = "job", "begun", "final"
+# The exit statuses that a restart would not change.
+FINAL = (CANNOT, POLICY_STATUS, STOPPED_STATUS)
+# A job's status before it has a final one: no rank has begun to train, or one has.
+NOT_BEGUN, BEGUN = 0, 255
 # Errors that a restart may avoid: a peer or a machine failed. A wrong shape or a missing key would occur again.
 _TRANSIENT = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
+# The path of `share_job`.
+_JOB = "_NETFOLD_TRAIN_JOB"
 
 
-@dataclass(frozen=True)
-class Job:
-    """The values that `launch` passes to its ranks."""
-
-    starter: int
-    """The process id of `launch`."""
-    command: list[str]
-    """The user's command, for the run's environment.json."""
-    recipe: Recipe
-    source: Source
-
-
-def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
+def train(recipe: Recipe, source: Source) -> int:
     """Join the ranks that the launcher has started, train in the run's folder, and print the result on rank 0.
 
     Returns the exit status: FAILED, or CANNOT if a restart would fail in the same way; POLICY_STATUS if a policy of the
     recipe ended the run; STOPPED_STATUS if the job was asked to stop, and has. An error is one sentence on stderr, with
     the rank, the step, and the place in `source` of a key that it names. torchrun's error file, if any, has the error.
-    begun: a file that is made when training begins; from then on SIGTERM requests a stop after a step.
     """
+    if _JOB not in os.environ:
+        return _train(recipe, source)
+    if job_status() in FINAL:
+        return job_status()
+    # Replaces the mark of an earlier start; no rank of this one begins before all have joined.
+    set_job_status(NOT_BEGUN)
+    status = _train(recipe, source)
+    if status in FINAL:
+        set_job_status(status)
+    return status
+
+
+def share_job(recipe: Recipe, source: Source) -> None:
+    """Make the job whose ranks this process will start: its status, and the recipe as this process has read it.
+
+    The status is one byte, BEGUN, NOT_BEGUN or one of FINAL. The job is in this process's memory, and the ranks open it
+    in /proc. So nothing is left when this process ends in any way.
+    """
+    job = os.memfd_create("netfold-train")
+    os.write(job, bytes((NOT_BEGUN,)) + pickle.dumps((recipe, source)))
+    os.environ[_JOB] = f"/proc/{os.getpid()}/fd/{job}"
+
+
+def shared_job() -> tuple[Recipe, Source] | None:
+    """The recipe of the job that this process is a rank of; None under another launcher.
+
+    The recipe's file may have changed since the job began. From now on this process ends with the job's starter.
+    """
+    if _JOB not in os.environ:
+        return None
+    _leave_with_the_starter()
+    job: tuple[Recipe, Source] = pickle.loads(Path(os.environ[_JOB]).read_bytes()[1:])
+    return job
+
+
+def job_status() -> int:
+    return Path(os.environ[_JOB]).read_bytes()[0]
+
+
+def set_job_status(status: int) -> None:
+    """Does nothing if the starter is gone, whose end also ends this process."""
+    with contextlib.suppress(FileNotFoundError), open(os.environ[_JOB], "r+b") as file:
+        file.write(bytes((status,)))
+
+
+def _train(recipe: Recipe, source: Source) -> int:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.callbacks.metrics_file import metric_words, result
+    from netfold.runs.metrics import result
+    from netfold.train.callbacks.metrics_file import metric_words
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.preflight import preflight
@@ -81,13 +117,12 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
             return CANNOT
-        folder = run_folder(recipe, source.file)
+        folder = run_folder(recipe)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()
-        if begun is not None:
-            # The folder is gone if its process is.
-            with contextlib.suppress(FileNotFoundError):
-                begun.touch()
+        if _JOB in os.environ and job_status() == NOT_BEGUN:
+            # From now on SIGTERM requests a stop after a step.
+            set_job_status(BEGUN)
         outcome = trainer.fit()
         # Rank 0 may still be writing its page: an agent ends it when another rank leaves early.
         dist.barrier()
@@ -116,41 +151,11 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     return STOPPED_STATUS if stopped else 0
 
 
-def main() -> None:
-    """Run as one of the processes that `launch` starts; argv[1] is the job's folder."""
-    folder = Path(sys.argv[1])
-    try:
-        job: Job = pickle.loads((folder / JOB).read_bytes())
-    except FileNotFoundError:
-        sys.exit("netfold train: a rank leaves before it has begun: the process that started it is gone")
-    _leave_with(job.starter)
-    sys.argv = job.command
-    final = final_status(folder)
-    if final is not None:
-        sys.exit(final)
-    # The mark of an earlier start; no rank of this one begins before all have joined.
-    (folder / BEGUN).unlink(missing_ok=True)
-    try:
-        status = train(job.recipe, job.source, folder / BEGUN)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    if status in (CANNOT, POLICY_STATUS, STOPPED_STATUS):
-        with contextlib.suppress(FileNotFoundError):
-            (folder / FINAL).write_text(str(status))
-    sys.exit(status)
-
-
-def final_status(folder: Path) -> int | None:
-    """The exit status of a rank that no restart would change (CANNOT, POLICY_STATUS or STOPPED_STATUS), or None."""
-    final = folder / FINAL
-    return int(final.read_text()) if final.exists() else None
-
-
-def _leave_with(starter: int) -> None:
-    """Send SIGTERM to this process when its starter ends in any way."""
+def _leave_with_the_starter() -> None:
+    """Send SIGTERM to this process when its parent ends in any way, which is the job's starter."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != starter:
-        sys.exit(FAILED)
+    if not os.environ[_JOB].startswith(f"/proc/{os.getppid()}/"):
+        sys.exit("netfold train: a rank leaves before it has begun: the process that started it is gone")
 
 
 def _report(error: Exception, where: str, source: Source) -> None:
@@ -175,7 +180,3 @@ def _print(text: str) -> None:
 
 def _step(trainer: Trainer | None) -> str:
     return ", before the first step" if trainer is None else f", step {min(trainer.step + 1, trainer.steps)}"
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from netfold.profile.live import LiveOverlap
 from netfold.train.callbacks.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
+from netfold.train.checkpoint.initial import load_initial
 from netfold.train.checkpoint.recovery import Recovery
+from netfold.train.checkpoint.state import model_tensors
 from netfold.train.data import make_data
 from netfold.train.data.examples import Batch, Data, Panel
 from netfold.train.data.sampler import Prefetcher, sample_seed
@@ -38,6 +40,7 @@ from netfold.train.fault_tolerance.step_vote import StepVote, merge_votes, vote
 from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
 from netfold.train.models import make_model
+from netfold.train.models.deferred import record
 from netfold.train.models.model import Model
 from netfold.train.optim import learning_rate, make_optimizer, undecayed
 from netfold.train.optim.step import OptimizerStep
@@ -90,12 +93,17 @@ class Trainer:
         self.mesh = Mesh(recipe.parallel, device, recipe.diloco)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
-        self.model = model or make_model(recipe.model)
-        self.model.module.to(device)
+        deferred, creation = None, ""
+        if model is None:
+            model, deferred = record(lambda: make_model(recipe.model), recipe.training.seed)
+            creation = deferred.note
+        self.model = model
+        if deferred is None or creation:
+            model.module.to(device)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
-        self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
-        self.optimizer = make_optimizer(self.replica, recipe, self.mesh, without_decay)
+        self.replica = parallelise(model, recipe, self.mesh, self.data.train, deferred)
+        self.optimizer = make_optimizer(self.replica, recipe, without_decay)
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
         self._island = self.update.island
         self._round: list[StepVote] = []
@@ -108,7 +116,7 @@ class Trainer:
         self._batch: Batch | None = None
         # Observes the thread that makes it, which must be the training thread.
         self._overlap = LiveOverlap()
-        self._early_notes = [("info", text) for text in (device_reason, *self.replica.notes) if text]
+        self._early_notes = [("info", text) for text in (device_reason, creation, *self.replica.notes) if text]
         self._started = False
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":
@@ -200,8 +208,12 @@ class Trainer:
         return Outcome(self.step, tuple(losses), values.get(self.data.metric.name, math.nan), reason)
 
     def _begin(self) -> None:
+        position = self.recovery.begin() if self.recovery is not None else None
+        if position is None and self.recipe.training.initial is not None:
+            tensors = model_tensors(self.replica.modules, dict(self.replica.named_parameters()))
+            self._note("info", load_initial(self.recipe.training, tensors))
+            self.update.load_state_dict({})
         if self.recovery is not None:
-            position = self.recovery.begin()
             if position is not None:
                 self.step, self.samples = position.step, position.samples
             every = self.recipe.checkpoint_every(self.steps)
@@ -330,7 +342,7 @@ class Trainer:
         began_s = time.perf_counter()
         share = self.batch // self.mesh.data.size
         panels: Sequence[Panel] = ()
-        with self.update.common():
+        with self.update.common(), self.update.averages_in_place():
             values = evaluate(self.replica, self.model, self.data, self.mesh, share)
             seconds = time.perf_counter() - began_s
             if self.step == self.steps and self.data.pictures is not None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from netfold import profile
 from netfold.profile import recording
+from netfold.runs import PROFILE
 from netfold.train.callbacks.events import Callback, Ended, Started, Stepped
 
-NAME = "profile"
 # The first steps are slower: they make buffers, and measure links.
 _SKIPPED, _STEPS = 10, 50
 
@@ -21,7 +21,7 @@ class ProfileCallback(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / NAME
+        self._folder = folder / PROFILE
         self._first = self._last = 0
         self._recording: recording.Recording | None = None
 

@@ -11,8 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold import units
+from netfold.runs import PAGE
+from netfold.runs.metrics import read_metrics, with_unit
 from netfold.train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
-from netfold.train.callbacks.metrics_file import read_metrics, with_unit
 
 LIVE_S = 0.25
 PLAIN_S = 10.0
@@ -75,7 +76,7 @@ class ProgressCallback(Callback):
             self._print(cost)
         took = f"after step {event.step:,}, in {units.seconds(event.seconds)}"
         self._print(f"done {took}" if event.reason == "done" else f"ended {took}: {event.reason}", "bold")
-        self._print(f"the page: {self._folder / 'report.html'}")
+        self._print(f"the page: {self._folder / PAGE}")
 
     def _line(self, event: Stepped, step_s: float) -> str:
         start, exposed = self._start, "-" if event.exposed is None else f"~{event.exposed:.0%}"

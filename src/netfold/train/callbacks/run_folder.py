@@ -1,14 +1,4 @@
-"""A run's folder: its recipe, its environment, its results.
-
-    RUN/recipe.json        the recipe with all defaults; it can be run again
-    RUN/environment.json   versions, hosts, cores, settings: one entry for each start
-    RUN/metrics.jsonl      steps, evaluations, notes (metrics_file.py)
-    RUN/report.html        the page (report/), and profile.html of RUN/profile
-    RUN/tensorboard, RUN/checkpoints
-
-A run is finished when the last line of metrics.jsonl is "ended" with "done". The next start of the same name continues
-an unfinished run that no process is writing.
-"""
+"""Choose a run's folder, and write its recipe and environment (`netfold.runs` has the folder's files)."""
 
 from __future__ import annotations
 
@@ -27,27 +17,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from netfold.train.callbacks.metrics_file import is_held, read_metrics
+from netfold.runs import ENVIRONMENT, RECIPE, write_whole
+from netfold.runs.metrics import is_held, read_metrics
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.load import RESOLVED, read_resolved
+from netfold.train.recipe.load import read_resolved
 
-ENVIRONMENT = "environment.json"
 _PACKAGES = ("netfold", "torch", "numpy", "pydantic")
 # Names of settings whose values are secret.
 _SECRET = re.compile("TOKEN|SECRET|KEY|PASSWORD")
 _GIT_TIMEOUT_S = 5.0
 
 
-def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
+def run_folder(recipe: Recipe) -> Path:
     """Choose the folder of a run and write its recipe and environment. The result is the same on every rank.
 
-    file: the recipe's file, which names the run unless `run.name` does; without a file the model does. Collective over
-    the world if there is one: rank 0 chooses. Raises ValueError for a name or recipe that cannot be written,
-    RuntimeError on all ranks if rank 0 cannot write.
+    `run.name` names the run, or else the model. Collective over the world if there is one: rank 0 chooses. Raises
+    ValueError for a name or recipe that cannot be written, RuntimeError on all ranks if rank 0 cannot write.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
-    name, written = run_name(recipe, file), recipe.model_dump_json(indent=1)
+    name, written = run_name(recipe), recipe.model_dump_json(indent=1)
     ranks: list[Any] = [_rank_facts(rank)] * size
     if size > 1:
         dist.all_gather_object(ranks, ranks[0])
@@ -55,7 +44,7 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     if rank == 0:
         try:
             chosen[0] = _choose(recipe, name)
-            write_whole(chosen[0] / RESOLVED, written)
+            write_whole(chosen[0] / RECIPE, written)
             _add_start(chosen[0] / ENVIRONMENT, ranks)
         except OSError as error:
             chosen[1] = f"no folder for the run could be made in {recipe.run.folder} (run.folder): {error}"
@@ -67,9 +56,9 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     return Path(folder)
 
 
-def run_name(recipe: Recipe, file: Path | None = None) -> str:
+def run_name(recipe: Recipe) -> str:
     """Raises ValueError if `run.name` is a path."""
-    name = recipe.run.name or (recipe.model.name.rpartition(":")[2] if file is None else file.stem)
+    name = recipe.run.name or recipe.model.name.rpartition(":")[2]
     if name in ("", ".", "..") or name != Path(name).name:
         raise ValueError(f"run.name is {name!r}, which is not a folder's name: run.folder sets the place of runs")
     return name
@@ -105,13 +94,6 @@ def _goes_on(folder: Path, recipe: Recipe) -> bool:
     return same and not read_metrics(folder).is_finished and not is_held(folder)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or not at all. Raises OSError."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
 def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
     """Add the environment of this start to the file. Secret settings appear without their value."""
     starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
@@ -121,7 +103,7 @@ def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
         {
             "time": round(time.time(), 3),
             "versions": {"python": platform.python_version(), **versions},
-            "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+            "command": [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]],
             "commit": _commit(),
             "settings": {name: "(set, not shown)" if _SECRET.search(name) else os.environ[name] for name in names},
             "ranks": ranks,

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 MANIFEST = "manifest.json"
+# In a run's folder.
+CHECKPOINTS = "checkpoints"
 PART, CORRUPT = ".part", ".corrupt"
 # Bytes of one read for a checksum.
 _READ_BYTES = 1 << 20
@@ -61,6 +63,16 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The newest complete checkpoint of a run's folder; `folder` itself if it is one. Raises ValueError."""
+    if (folder / MANIFEST).exists():
+        return folder
+    found = complete_checkpoints(folder / CHECKPOINTS)
+    if not found:
+        raise ValueError(f"{folder} {'holds no complete checkpoint' if folder.exists() else 'does not exist'}")
+    return found[-1]
 
 
 def remove_incomplete(folder: Path) -> None:

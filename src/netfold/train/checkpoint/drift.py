@@ -8,13 +8,12 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import axes, local
 
 
@@ -30,15 +29,16 @@ def check_replicated(parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: i
     """
     if mesh.tensor.size == 1:
         return
+    # By ranks: torch keeps a mesh of equal shape for new DTensors, with groups of its own.
+    ranks_of = dist.get_process_group_ranks
     own = {
         name: zlib.crc32(local(each.detach()).contiguous().cpu().view(torch.uint8).numpy().tobytes())
         for name, each in parameters.items()
-        if mesh.tensor.group not in axes(each)
+        if ranks_of(mesh.tensor.group) not in map(ranks_of, axes(each))
     }
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (own, socket.gethostname()))
+    found = gather((own, socket.gethostname()))
     parts = []
-    for ranks in mesh.device_mesh.mesh.reshape(-1, mesh.tensor.size).tolist():
+    for ranks in mesh.ranks.reshape(-1, mesh.tensor.size).tolist():
         unlike = [name for name in found[ranks[0]][0] if len({found[rank][0][name] for rank in ranks}) > 1]
         if unlike:
             more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""

@@ -7,20 +7,16 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from netfold.train.checkpoint.atomic import (
+    CHECKPOINTS,
     PART,
     AtomicCheckpointWriter,
     Position,
@@ -32,14 +28,23 @@ from netfold.train.checkpoint.atomic import (
     remove_incomplete,
 )
 from netfold.train.checkpoint.drift import check_replicated
-from netfold.train.checkpoint.state import Metadata, allocate_state, collect_state
+from netfold.train.checkpoint.state import (
+    CheckpointError,
+    allocate_state,
+    collect_state,
+    differences,
+    errors_of,
+    list_tensors,
+    load_tensors,
+    of_model,
+    reasons,
+)
 from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.models.model import Replica
 from netfold.train.optim.step import OptimizerStep
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import Recipe
 
-T = TypeVar("T")
 Note = Callable[[str, str], None]  # (level, text)
 # Changed, these keys change the steps that a run would have taken.
 _STEPS = ("optimizer.", "schedule.", "diloco.", "training.batch", "training.scaling", "training.clip")
@@ -47,10 +52,6 @@ _STEPS = ("optimizer.", "schedule.", "diloco.", "training.batch", "training.scal
 _LENGTH = ("training.steps", "training.epochs")
 # These change the samples of a step.
 _SAMPLES = ("data.", "model.", "training.seed")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read."""
 
 
 class CheckpointStopError(PolicyStopError, CheckpointError):
@@ -75,11 +76,11 @@ class Recovery:
         note: Note,
     ) -> None:
         """folder: the run's, shared by all ranks. Removes what crashes left in it. Collective over the world."""
-        self._folder, self._recipe, self._mesh, self._note = folder / "checkpoints", recipe, mesh, note
+        self._folder, self._recipe, self._mesh, self._note = folder / CHECKPOINTS, recipe, mesh, note
         self._parts, self._update = (replica, dict(replica.named_parameters())), update
         self._group = dist.new_group(timeout=timedelta(seconds=recipe.run.timeout_s))
         self._saved: int | None = None
-        self._pending: tuple[int, Future[Any]] | None = None
+        self._pending: tuple[int, futures.Future[Any]] | None = None
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             remove_incomplete(self._folder)
@@ -107,18 +108,15 @@ class Recovery:
             return None
         position, _ = read_manifest(path)
         reader = FileSystemReader(path)
-        saved = {
-            key: meta
-            for key, meta in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(meta, TensorStorageMetadata)
-        }
-        kinds = {key.partition(".")[0] for key in saved}
-        tensors = allocate_state(saved, *self._parts, self._update.states(kinds))
-        self._check_model(path, saved, {key: tensor.shape for key, tensor in tensors.items()})
-        try:
-            load(tensors, storage_reader=reader, process_group=self._group)
-        except CheckpointException as error:
-            raise CheckpointError(f"checkpoint {path} cannot be loaded: {_reasons(error)}") from error
+        saved = list_tensors(reader)
+        tensors = allocate_state(saved, *self._parts, self._update.states({key.partition(".")[0] for key in saved}))
+        unlike = differences(of_model(saved), of_model(tensors), self._group)
+        if unlike:
+            raise ValueError(
+                f"checkpoint {path} is of another model: {unlike}; give run.name another name, or the recipe the "
+                "model that it was written for"
+            )
+        load_tensors(tensors, reader, self._group)
         self._update.load_state_dict(position.numbers)
         self._saved = position.step
         return position
@@ -136,14 +134,12 @@ class Recovery:
         tensors = collect_state(*self._parts, self._update.states(), buffers=self._mesh.data.rank == 0)
         position = Position(step, samples, self._update.state_dict(), self._recipe.model_dump(mode="json"))
         writer = AtomicCheckpointWriter(self._folder, position, self._recipe.checkpoint.keep)
-        future: Any = Future()
+        future: Any
         if self._recipe.checkpoint.asynchronous:
             future = async_save(tensors, storage_writer=writer, process_group=self._group)
-        else:
-            try:
-                future.set_result(save(tensors, storage_writer=writer, process_group=self._group))
-            except (CheckpointException, Exception) as error:
-                future.set_exception(error)
+        else:  # Without a copy of the tensors.
+            with futures.ThreadPoolExecutor(1) as thread:
+                future = thread.submit(save, tensors, storage_writer=writer, process_group=self._group)
         self._pending, self._saved = (step, future), step
         if not self._recipe.checkpoint.asynchronous:
             self.settle()
@@ -170,11 +166,11 @@ class Recovery:
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder / (name_of(step) + PART), ignore_errors=True)
         text = (
-            f"the checkpoint of step {step} in {self._folder} was not written: {_reasons(error)}; earlier ones are "
+            f"the checkpoint of step {step} in {self._folder} was not written: {reasons(error)}; earlier ones are "
             "unchanged"
         )
-        reasons = _errors(error).values()
-        if not any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in reasons):
+        full = (errno.ENOSPC, errno.EDQUOT)
+        if not any(isinstance(each, OSError) and each.errno in full for each in errors_of(error).values()):
             raise CheckpointError(text) from error
         if self._recipe.fault_tolerance.disk_full == "stop":
             raise CheckpointStopError(f"{text}; fault_tolerance.disk_full is 'stop'") from error
@@ -191,10 +187,9 @@ class Recovery:
 
     def _newest(self) -> Path | None:
         """The newest undamaged checkpoint. Every rank reads a share of the files; damage is handled by the policy."""
-        paths = [complete_checkpoints(self._folder) if dist.get_rank() == 0 else []]
-        dist.broadcast_object_list(paths, src=0, group=self._group)
-        for path in reversed(paths[0]):
-            damage = next(filter(None, self._gather(find_damage(path, dist.get_rank(), dist.get_world_size()))), "")
+        for path in reversed(gather(complete_checkpoints(self._folder), self._group)[0]):
+            found = gather(find_damage(path, dist.get_rank(), dist.get_world_size()), self._group)
+            damage = next(filter(None, found), "")
             if not damage:
                 return path
             if self._recipe.fault_tolerance.corrupt_checkpoint == "stop":
@@ -206,28 +201,6 @@ class Recovery:
                 quarantine(path)
             self._note("warning", f"checkpoint {path} is damaged and was renamed: {damage}; the one before it is taken")
         return None
-
-    def _check_model(self, path: Path, saved: Metadata, wanted: dict[str, torch.Size]) -> None:
-        """Raise ValueError on all ranks if the checkpoint does not hold the tensors of the model, and no others."""
-        problems = [
-            f"{key} is {list(saved[key].size)} there and {list(shape)} here" if key in saved else f"it has no {key}"
-            for key, shape in wanted.items()
-            if key not in saved or saved[key].size != shape
-        ]
-        of_ranks = self._gather((problems[:1], set(wanted)))
-        problems = [problem for found, _ in of_ranks for problem in found]
-        over = {key for key in saved if key.startswith("model.")}.difference(*(keys for _, keys in of_ranks))
-        problems += [f"it has {key}, which the model lacks" for key in sorted(over)]
-        if problems:
-            raise ValueError(
-                f"checkpoint {path} is of another model: {problems[0]}; give run.name another name, or the recipe the "
-                "model that it was written for"
-            )
-
-    def _gather(self, own: T) -> list[T]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own, group=self._group)
-        return found
 
 
 def compare_recipes(then: Recipe, now: Recipe, folder: Path) -> list[tuple[str, str]]:
@@ -260,14 +233,3 @@ def compare_recipes(then: Recipe, now: Recipe, folder: Path) -> list[tuple[str, 
     if steps and now.run.resume != "changed":
         raise ValueError(f"{'; '.join(steps)} {advice}, or set run.resume = 'changed' to continue with it")
     return notes
-
-
-def _errors(error: BaseException) -> dict[int, BaseException]:
-    """rank -> its error."""
-    if isinstance(error, CheckpointException):
-        return {rank: failure[0] for rank, failure in error.failures.items()}
-    return {dist.get_rank(): error}
-
-
-def _reasons(error: BaseException) -> str:
-    return ", ".join(f"rank {rank}: {type(each).__name__}: {each}" for rank, each in _errors(error).items())

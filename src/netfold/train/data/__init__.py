@@ -9,8 +9,11 @@ from netfold.train.recipe.registry import factory
 DATASETS = {
     "class-folders": "netfold.train.data.classes:class_folders",
     "div2k": "netfold.train.data.super_resolution:div2k",
+    "documents": "netfold.train.data.documents:documents",
     "fashion-mnist": "netfold.train.data.classes:fashion_mnist",
     "flights": "netfold.train.data.table:flights",
+    "labelled-documents": "netfold.train.data.documents:labelled_documents",
+    "masked-documents": "netfold.train.data.documents:masked_documents",
     "masked-source": "netfold.train.data.text:masked_source",
     "photos": "netfold.train.data.super_resolution:photos",
     "source": "netfold.train.data.text:source",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -15,20 +15,31 @@ class Batch:
     """Samples; the first dimension of every tensor is the sample."""
 
     inputs: tuple[Tensor, ...]
+    """The model's positional arguments."""
     target: Tensor
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+    """The model's keyword arguments, such as attention_mask."""
 
     def __len__(self) -> int:
         return len(self.target)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors: the inputs, the named ones, the target."""
+        return (*self.inputs, *self.named.values(), self.target)
+
+    def like(self, tensors: Sequence[Tensor]) -> Batch:
+        """A batch of these tensors, which are in the order of `tensors`."""
+        count = len(self.inputs)
+        return Batch(tuple(tensors[:count]), tensors[-1], dict(zip(self.named, tensors[count:-1], strict=True)))
+
     def to(self, device: torch.device) -> Batch:
-        """The batch on the device; the batch itself if it is there already."""
-        moved = [tensor.to(device, non_blocking=True) for tensor in (*self.inputs, self.target)]
-        return Batch(tuple(moved[:-1]), moved[-1])
+        """The batch on the device; the same tensors if they are there already."""
+        return self.like([tensor.to(device, non_blocking=True) for tensor in self.tensors])
 
     def parts(self, count: int) -> list[Batch]:
         """Cut into `count` equal batches, in order. `count` must divide the number of samples."""
-        columns = [tensor.chunk(count) for tensor in (*self.inputs, self.target)]
-        return [Batch(tuple(row[:-1]), row[-1]) for row in zip(*columns, strict=True)]
+        return [self.like(row) for row in zip(*(tensor.chunk(count) for tensor in self.tensors), strict=True)]
 
 
 class BadExampleError(Exception):
@@ -52,15 +63,15 @@ class Examples(Protocol):
 class InMemory:
     """`Examples` of tensors in memory, without random choices."""
 
-    def __init__(self, *inputs: Tensor, target: Tensor) -> None:
-        self.inputs, self.target = inputs, target
+    def __init__(self, *inputs: Tensor, target: Tensor, **named: Tensor) -> None:
+        self._all = Batch(inputs, target, named)
 
     def __len__(self) -> int:
-        return len(self.target)
+        return len(self._all)
 
     def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
         chosen = torch.tensor(list(indices))
-        return Batch(tuple(each[chosen] for each in self.inputs), self.target[chosen])
+        return self._all.like([each[chosen] for each in self._all.tensors])
 
 
 @dataclass(frozen=True)
@@ -88,11 +99,13 @@ class Metric:
     unit: str
     better: Literal["higher", "lower"]
     score: Callable[[Tensor, Tensor], Tensor]
-    """(output, target) -> [n], one number per sample; the metric is their mean over all held-out samples."""
+    """(output, target) -> [n, ...], one number for each item of the samples; 0 for items that do not count."""
     baseline: float
     """The metric of a trivial predictor on the same held-out samples."""
     baseline_is: str
     """The predictor's name: "bicubic", "the most frequent class"."""
+    items: Callable[[Tensor], Tensor] | None = None
+    """target -> how many items count, as `Model.items`. The metric is the mean over all held-out items that count."""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,5 @@ class BadExampleReplacer:
 
 
 def _joined(samples: Sequence[Batch]) -> Batch:
-    columns = zip(*((*each.inputs, each.target) for each in samples), strict=True)
-    tensors = [torch.cat(column) for column in columns]
-    return Batch(tuple(tensors[:-1]), tensors[-1])
+    columns = zip(*(each.tensors for each in samples), strict=True)
+    return samples[0].like([torch.cat(column) for column in columns])

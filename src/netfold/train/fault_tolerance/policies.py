@@ -13,7 +13,7 @@ from torch import Tensor
 from netfold.train.data.examples import BadExampleError, Batch
 from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.models.model import Replica
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import local
 from netfold.train.recipe import FaultTolerance
 
@@ -66,18 +66,14 @@ def bad_gradients(replica: Replica) -> list[str]:
 
 def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:
     """One sentence, the same on all ranks. Collective over the group, by default the world."""
-    own = (None if loss is None else float(loss), len(gradients), gradients[:3], socket.gethostname(), dist.get_rank())
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    bad_loss = loss is not None and not math.isfinite(loss)
+    causes = [f"loss {float(loss)}"] if loss is not None and bad_loss else []
+    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
+    causes += [f"gradients of {', '.join(gradients[:3])}{more}"] if gradients else []
+    text = f"{this_rank()}: {' and '.join(causes)}" if causes else ""
+    found = gather((bad_loss, text), group)
     # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
-    sources = {rank for value, _, _, _, rank in found if value is not None and not math.isfinite(value)}
-    parts = []
-    for value, count, names, host, rank in found:
-        of_loss = [f"loss {value}"] if rank in sources else []
-        more = f" and {count - 3} more" if count > 3 else ""
-        of_gradients = [f"gradients of {', '.join(names)}{more}"] if count else []
-        if of_loss or (of_gradients and not sources):
-            parts.append(f"rank {rank} ({host}): {' and '.join(of_loss + of_gradients)}")
+    parts = [text for bad, text in found if bad] or [text for _, text in found if text]
     return f"step {step}: not finite: {'; '.join(parts)}"
 
 
@@ -85,8 +81,8 @@ def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Ex
     """The same failure with its place and what to try; None if there is nothing to add."""
     if "PeerLost" in f"{type(error).__name__} {error}":
         return None  # The error has the failed rank's own text.
-    rank = f"rank {dist.get_rank()} ({socket.gethostname()}): step {step}"
-    shapes = [] if batch is None else [str(list(each.shape)) for each in (*batch.inputs, batch.target)]
+    rank = f"{this_rank()}: step {step}"
+    shapes = [] if batch is None else [str(list(each.shape)) for each in batch.tensors]
     sizes = f" with a batch of {', '.join(shapes)}" if shapes else ""
     first_line = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, BadExampleError):
@@ -113,6 +109,10 @@ def abort_groups(mesh: Mesh, error: Exception) -> None:
         # Other backends detect the end of the process.
         if hasattr(group, "netfold"):
             group.netfold.abort(str(error))
+
+
+def this_rank() -> str:
+    return f"rank {dist.get_rank()} ({socket.gethostname()})"
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -13,14 +13,13 @@ import socket
 import statistics
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.fault_tolerance.stop import PolicyStopError
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import FaultTolerance
 
 # Steps of a window, which ends with one all_gather of two numbers.
@@ -79,8 +78,7 @@ class Straggler:
         if not found:
             return None
         self._named.update(found)
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gather(socket.gethostname())
         parts = [
             f"rank {rank} ({hosts[rank]}) takes {times[rank][0]:.3f} s of its own per step, of which "
             f"{times[rank][1]:.3f} s waiting for its batch; the median of {len(self._alike[0])} ranks with equal work "

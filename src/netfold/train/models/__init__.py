@@ -15,6 +15,7 @@ MODELS = {
     "edsr-baseline": "netfold.train.models.edsr:baseline",
     "edsr-large": "netfold.train.models.edsr:large",
     "gpt": "netfold.train.models.transformer:gpt",
+    "hf": "netfold.train.models.hf:hf",
     "linear-stack": "netfold.train.models.linear:linear_stack",
     "resnet18": "netfold.train.models.resnet:resnet18",
     "resnet50": "netfold.train.models.resnet:resnet50",
@@ -22,7 +23,12 @@ MODELS = {
 
 
 def make_model(asked: Factory) -> Model:
-    """Make a model. Its weights come from torch's random generator: seed it first."""
+    """Make a model. Its weights come from torch's random generator: seed it first.
+
+    The name "hf:PATH" is short for the name "hf" and the option path.
+    """
+    if asked.name.startswith("hf:"):
+        asked = Factory.model_validate({**asked.options, "name": "hf", "path": asked.name.removeprefix("hf:")})
     made = factory(asked, MODELS, "model")()
     if isinstance(made, Model):
         return made

@@ -38,7 +38,11 @@ def dlrm(
         [f"layers.features.bottom.{number}.linear" for number in range(len(bottom) + 1)],
         [f"layers.top{number}.linear" for number in range(len(top))],
     )
-    return Model(Chain(layers), functional.binary_cross_entropy_with_logits, plan)
+    return Model(Chain(layers), _loss, tensor_plan=plan)
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
 
 
 class Features(nn.Module):

@@ -38,7 +38,7 @@ def edsr(features: int = 64, blocks: int = 16, scale: Scale = 2, residual_scale:
     layers: list[tuple[str, nn.Module]] = [("head", Head(features, scale))]
     layers += [(f"block{number}", Block(features, residual_scale)) for number in range(blocks)]
     layers += [("tail", Tail(features, scale))]
-    return Model(Chain(layers), functional.l1_loss)
+    return Model(Chain(layers), lambda output, truth: functional.l1_loss(output, truth, reduction="none"))
 
 
 class Head(nn.Module):

@@ -19,12 +19,13 @@ def linear_stack(widths: Sequence[int]) -> Model:
     """widths: of the features of a sample, of each hidden layer, and the number of classes; targets int64 [n]."""
     pairs = list(itertools.pairwise(widths))
     layers = [(f"layer{number}", dense(*pair, relu=number < len(pairs) - 1)) for number, pair in enumerate(pairs)]
-    return Model(Chain(layers), class_loss, stacks_plan([f"layers.{name}.linear" for name, _ in layers]))
+    return Model(Chain(layers), class_loss, tensor_plan=stacks_plan([f"layers.{name}.linear" for name, _ in layers]))
 
 
 def class_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy in nats: the mean over the classes [...] in `target` that are not -100. Logits [..., classes]."""
-    return functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+    """Cross entropy [...] in nats, 0 where the class in `target` [...] is -100. Logits [..., classes]."""
+    losses = functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="none")
+    return losses.view_as(target)
 
 
 def dense(inputs: int, outputs: int, *, relu: bool = True) -> nn.Sequential:

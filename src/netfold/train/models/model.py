@@ -1,4 +1,4 @@
-"""The interfaces of a model: a chain of layers and a loss, and this rank's part of the model.
+"""The interfaces of a model: a chain of layers, the losses of items, and this rank's part of the model.
 
 A `Chain` can be cut between any two of its layers, so it can be a pipeline. Any other module supports everything else.
 """
@@ -17,12 +17,6 @@ from netfold.train.data.examples import Batch
 Style = Literal["alternating", "colwise", "rowwise"]
 # style, sequence -> module path -> torch.distributed.tensor.parallel.ParallelStyle
 TensorPlan = Callable[[Style, bool], Mapping[str, Any]]
-Loss = Callable[[Tensor, Tensor], Tensor]
-SAMPLES_TRIED = 8
-# The first CALLS_TRIED calls are all checked, then one in EVERY.
-CALLS_TRIED, EVERY = 16, 100
-# f32 sums in another order differ by far less; smaller differences of weights do no harm.
-TOLERANCE = 1e-3
 
 
 class Chain(nn.Module):
@@ -58,57 +52,50 @@ class Model:
     module: nn.Module
     """Takes a batch's inputs, returns one tensor. Pipelines need a `Chain`."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """(output, target) -> the mean over the samples, f32, no dimensions. The mean over a batch must be the mean of the
-    means over its equal parts: every sample has the same weight. The trainer checks this (`EqualWeights`)."""
+    """(output f32, target) -> [n, ...], a loss for each item of the samples (a token, a pixel); 0 for items that do not
+    count. In torch's losses this is reduction="none". Training minimises the mean over the items of a global batch."""
+    items: Callable[[Tensor], Tensor] | None = None
+    """target -> the number of its items that count, no dimensions (`real_items`). Without it all count."""
     tensor_plan: TensorPlan | None = None
     """The cut of each layer for `parallel.tensor`; without a plan they cannot be cut."""
+    blocks: tuple[str, ...] = ()
+    """Class names of the modules that ZeRO gathers, `training.recompute` repeats, and `training.compile` compiles, each
+    by itself. A `Chain` needs none: its layers are such blocks. Any other module without names is one block."""
+
+    def losses(self, output: Tensor, target: Tensor) -> Tensor:
+        """The losses, f32. Raises ValueError if they are not one or more for each sample."""
+        found = self.loss(at_least_f32(output), target)
+        if found.ndim == 0 or len(found) != len(target):
+            raise ValueError(
+                f"the model's loss of {len(target)} samples has the shape {list(found.shape)}; it must have one or "
+                'more numbers for each sample, [n, ...], so that any split of a batch has one mean: reduction="none"'
+            )
+        return at_least_f32(found)
+
+    def count(self, losses: Tensor, target: Tensor) -> Tensor:
+        """The number of items that count among the losses of these samples; no dimensions."""
+        return losses.new_tensor(losses.numel()) if self.items is None else self.items(target)
 
 
-class EqualWeights:
-    """A loss that checks that it weights all samples equally, so that training may divide a batch.
-
-    Ranks, microbatches and parts of a batch are averaged with equal weights. A mean over unequal numbers of items per
-    sample (such as tokens that are not padding) would silently weight a token by the other samples of its part.
-    Compares some results with the mean of the losses of single samples, and raises ValueError if they differ. Cost:
-    one more call of the loss, without gradients, per tried sample.
-    """
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self._calls = 0
-        self._one: tuple[Tensor, Tensor] | None = None
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        self._calls += 1
-        if self._calls <= CALLS_TRIED or self._calls % EVERY == 0:
-            self._check(output.detach(), target)
-        return self._loss(output, target)
-
-    def _check(self, output: Tensor, target: Tensor) -> None:
-        if len(target) == 1:
-            # Two calls with one sample each serve as one call with two samples.
-            before, self._one = self._one, (output, target)
-            if before is None or before[0].shape != output.shape:
-                return
-            output, target = torch.cat([before[0], output]), torch.cat([before[1], target])
-            self._one = None
-        check_equal_weights(self._loss, output[:SAMPLES_TRIED], target[:SAMPLES_TRIED])
+def at_least_f32(tensor: Tensor) -> Tensor:
+    """Sums of losses and scores need f32 or more."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-@torch.no_grad()
-def check_equal_weights(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Raise ValueError unless the loss of these samples, [n, ...] each, is the mean of their single losses."""
-    together = float(loss(output, target))
-    single = [float(loss(output[i : i + 1], target[i : i + 1])) for i in range(len(target))]
-    mean, size = sum(single) / len(single), sum(map(abs, single)) / len(single)
-    # The step vote handles NaN.
-    if together != together or abs(together - mean) <= TOLERANCE * size + 1e-6:
-        return
-    raise ValueError(
-        f"the model's loss of {len(single)} samples is {together:.6g}, but the mean of their single losses is "
-        f"{mean:.6g}: samples have unequal weights, so the result depends on how a batch is divided; take the mean "
-        "over each sample first (of its tokens that count), then over samples, or train on one rank with accumulate = 1"
-    )
+IGNORED = -100
+"""In a target: an item that does not count (torch's cross entropy)."""
+
+
+def real_items(target: Tensor) -> Tensor:
+    """The number of items of a target that count."""
+    return (target != IGNORED).sum()
+
+
+def blocks_of(model: Model) -> dict[str, nn.Module]:
+    """The model's blocks by path: a chain's layers, or the modules of the classes that the model names; or none."""
+    if isinstance(model.module, Chain):
+        return {f"layers.{name}": layer for name, layer in model.module.layers.items()}
+    return {path: part for path, part in model.module.named_modules() if type(part).__name__ in model.blocks}
 
 
 class Replica(Protocol):
@@ -123,9 +110,9 @@ class Replica(Protocol):
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor | None:
         """Compute forward and backward of this rank's share of a batch.
 
-        Leaves the mean gradient over the global batch (under `diloco`: over this rank's share) times `scale` in every
-        parameter's `grad`. Returns the share's mean loss, f32, detached, not scaled; None on ranks that do not compute
-        it (all stages but the last).
+        Leaves the gradient of the mean loss over the items of the global batch (under `diloco`: of this rank's share)
+        times `scale` in every parameter's `grad`. Returns this rank's part of the loss, f32, detached, not scaled: the
+        mean over the data-parallel ranks is the loss. None on ranks that do not compute it (all stages but the last).
         """
         ...
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from netfold.train.models.linear import class_loss, named
-from netfold.train.models.model import Chain, Model, Style, TensorPlan
+from netfold.train.models.model import Chain, Model, Style, TensorPlan, real_items
 from netfold.train.parallel.tensor import in_units
 
 
@@ -39,8 +39,7 @@ def bert(
 ) -> Model:
     """Every token sees all tokens. vocabulary: with the mask. Other options: as in `gpt`.
 
-    The target is -100 at ignored places, equally many in every sequence: so the mean over a batch is the mean over its
-    equal parts.
+    The target is -100 at places that do not count.
     """
     return _transformer(vocabulary, context, width, heads, layers, mlp, causal=False)
 
@@ -53,7 +52,8 @@ def _transformer(
     logits = nn.Linear(width, vocabulary, bias=False)
     nn.init.normal_(logits.weight, std=0.02)
     parts += [("head", named(norm=nn.LayerNorm(width), logits=logits))]
-    return Model(Chain(parts), class_loss, transformer_plan(layers, width // heads))
+    plan = transformer_plan(layers, width // heads)
+    return Model(Chain(parts), class_loss, None if causal else real_items, plan)
 
 
 class Embedding(nn.Module):

@@ -8,30 +8,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from netfold.train.models.model import Replica
 from netfold.train.optim.layerwise import LAMB, LARS
-from netfold.train.parallel.data_parallel import zero_level
-from netfold.train.parallel.mesh import Mesh
 from netfold.train.recipe import Optimizer, Recipe, Schedule
 
 _UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
 
-def make_optimizer(
-    replica: Replica, recipe: Recipe, mesh: Mesh, undecayed: Collection[str] = ()
-) -> torch.optim.Optimizer:
+def make_optimizer(replica: Replica, recipe: Recipe, undecayed: Collection[str] = ()) -> torch.optim.Optimizer:
     """Make the optimizer of this rank's parameters; the trainer sets `lr` before each step.
 
     undecayed: names of parameters without weight decay (`undecayed` of the whole model), unless `optimizer.decay` is
     "all".
     """
     kind, options = kind_of(recipe.optimizer)
-    if kind not in (LARS, LAMB):
-        # foreach makes one call for all parameters. An operation on a DTensor costs about 15 us of Python, and Adam
-        # makes ten per parameter.
-        options["foreach"] = zero_level(recipe, mesh) > 0
     return kind(_groups(replica, recipe.optimizer, undecayed), **options)
 
 
@@ -82,12 +75,20 @@ def learning_rate(lr: float, schedule: Schedule, step: int, steps: int, batch: i
     return lr * (schedule.final + (1.0 - schedule.final) * left)
 
 
-def _groups(replica: Replica, asked: Optimizer, undecayed: Collection[str]) -> list[Any]:
-    """This rank's parameters: one list, or two groups if some have no weight decay."""
-    held = list(replica.named_parameters())
-    without = [parameter for name, parameter in held if name in undecayed]
-    if not asked.weight_decay or asked.decay == "all" or not without:
-        return [parameter for _, parameter in held]
-    rest = [parameter for name, parameter in held if name not in undecayed]
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": without, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _groups(replica: Replica, asked: Optimizer, undecayed: Collection[str]) -> list[dict[str, Any]]:
+    """This rank's trained parameters, by whether they have weight decay, and whether they are DTensors."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, held in replica.named_parameters():
+        if held.requires_grad:
+            decayed = asked.decay == "all" or name not in undecayed
+            groups.setdefault((decayed, isinstance(held, DTensor)), []).append(held)
+    return [
+        {
+            "params": held,
+            "weight_decay": asked.weight_decay if decayed else 0.0,
+            # One call for all parameters: an operation on a DTensor costs about 15 us of Python, and Adam makes ten per
+            # parameter. torch takes no mixture of DTensors and other tensors.
+            **({} if asked.name in ("lars", "lamb") else {"foreach": cut}),
+        }
+        for (decayed, cut), held in groups.items()
+    ]

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from netfold.train.parallel.shards import axes, local, settle, whole_norms
+from netfold.train.parallel.shards import local, whole_norms
 
 
 class LayerWise(Optimizer, ABC):
@@ -26,17 +25,10 @@ class LayerWise(Optimizer, ABC):
     parameter. The all_reduce does not depend on which parameters have a gradient: a part without one adds 0, and stays.
     """
 
-    def __getstate__(self) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(axes(w) and not isinstance(w, DTensor) for w in group["params"]):
-                raise TypeError(f"{type(self).__name__} holds parts of parameters, which a copy would take for wholes")
-        return super().__getstate__()
-
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Collective over the ranks that hold parts of a parameter. Takes no closure."""
         held = {w: group for group in self.param_groups for w in group["params"]}
-        settle(held)
         directions = {w: self._direction(w, group) for w, group in held.items() if w.grad is not None}
         layers = [w for w in held if w.ndim > 1]
         # An empty tensor for missing gradients.

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from netfold.train.models.model import Replica
+from netfold.train.optim.ema import Ema
 from netfold.train.parallel.diloco import DiLoCoRounds
 from netfold.train.parallel.mesh import Mesh
-from netfold.train.parallel.shards import axes, local, settle, square_sum
+from netfold.train.parallel.shards import axes, local, square_sum
 from netfold.train.recipe import Recipe
 
 # kind -> parameter -> key -> tensor
@@ -45,6 +46,8 @@ class OptimizerStep:
         self._clip = Clip(replica, limit, island=self.island) if limit is not None else None
         self._rounds = DiLoCoRounds(replica, diloco, mesh) if diloco is not None else None
         self._site = mesh.between.rank if mesh.between is not None else 0
+        ema = recipe.training.ema
+        self._ema = Ema(replica, ema) if ema is not None else None
         self.skipped = False
         """The last step left weights unchanged, because its gradients overflowed."""
 
@@ -68,6 +71,8 @@ class OptimizerStep:
         self._scaler.update()
         # torch halves the scale after an overflow, and only then.
         self.skipped = self.loss_scale < scale
+        if self._ema is not None and not self.skipped:
+            self._ema.step()
         if self.loss_scale < 1.0:
             raise ArithmeticError(
                 "gradients overflow f16 at a loss scale of 1: the loss diverges, or the model needs a larger "
@@ -79,6 +84,10 @@ class OptimizerStep:
         """End step `number` of the job (from 1), applied or left out; under `diloco` also a complete round."""
         if self._rounds is not None:
             self._rounds.end_step(number)
+
+    def averages_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the parameters are their moving averages, if the recipe asks for these (`training.ema`)."""
+        return self._ema.in_place() if self._ema is not None else contextlib.nullcontext()
 
     def settle(self) -> None:
         """End an unfinished round, so that no exchange between sites is under way."""
@@ -111,6 +120,8 @@ class OptimizerStep:
             states["outer"] = self._rounds.state
             if self._rounds.ahead:
                 states[f"ahead{site}"] = self._rounds.ahead
+        if self._ema is not None:
+            states["ema"] = self._ema.state
         return states
 
     def state_dict(self) -> dict[str, float]:
@@ -123,6 +134,8 @@ class OptimizerStep:
             self._scaler.load_state_dict(state)
         if self._rounds is not None:
             self._rounds.begin()
+        if self._ema is not None:
+            self._ema.begin()
 
 
 class Clip:
@@ -157,7 +170,6 @@ class Clip:
         If ranks hold different parts: one all_reduce of 8 bytes over the world, or the island.
         """
         held = dict(self._replica.named_parameters())
-        settle(held.values())
         gradients = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
         total = torch.zeros(1, dtype=torch.float64)
         for name, gradient in gradients.items():

@@ -3,22 +3,26 @@
 DDP averages gradients in buckets while the backward pass runs. ZeRO (Rajbhandari et al. 2020) divides what each rank
 would hold whole, by FSDP2: each rank holds a run of rows of every parameter (a DTensor), its gradient and its optimizer
 state. A layer's weights are gathered before it computes. 1 and 2 keep them from the forward to the backward pass. 3
-frees them in between and gathers them again: it sends half as much again, and needs less memory.
+frees them in between and gathers them again: it sends half as much again, and needs less memory. `parallel.shard`
+divides among fewer ranks, and the groups of them average (HSDP). Tensor parallelism without ZeRO is the case of one
+such rank, since DDP takes no DTensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train.models.model import Chain, tied_names
-from netfold.train.parallel.embeddings import exclude_from_ddp
+from netfold.train.models.deferred import Deferred, materialise
+from netfold.train.models.model import tied_names
+from netfold.train.parallel.embeddings import own_parameters
 from netfold.train.parallel.mesh import Mesh
 from netfold.train.parallel.precision import Precision, keeps_statistics
 from netfold.train.recipe import Recipe
@@ -27,21 +31,32 @@ BUCKET_MB = 64.0
 """Unless the recipe says otherwise. A larger bucket costs fewer collectives; a smaller one is sent earlier."""
 
 
-def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
-    """`module` in the recipe's precision; its backward pass averages gradients over the data axis, in f32.
+def wrap_data_parallel(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    recipe: Recipe,
+    mesh: Mesh,
+    *,
+    averages: bool = True,
+    deferred: Deferred | None = None,
+) -> nn.Module:
+    """A module whose backward pass averages gradients over the data axis, in f32.
 
-    Returns a DDP; or the module itself, cut in place (ZeRO) or with one data-parallel rank. Without `averages` and
-    ZeRO, gradients are this rank's own. Parameters keep their names in `module`. Collective over the data axis. Raises
-    ValueError.
+    blocks: parts of `module` that ZeRO gathers one by one (`blocks_of`). averages: without it and without ZeRO,
+    gradients are this rank's own. deferred: gives this rank's parts of the weights their values, once they are cut.
+    Returns a DDP; or the module itself, cut in place or with one data-parallel rank. Parameters keep their names in
+    `module`. Collective over the data axis. Raises ValueError.
     """
-    precision, zero = Precision(recipe.training.precision), zero_level(recipe, mesh)
-    if zero:
-        return _shard(module, mesh, precision, free_after_forward=zero == 3)
-    precision.use_lower_copies(module)
     # Under [diloco] sites train independently within a round.
-    if mesh.site.size > 1 and averages:
-        return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB)
-    return module
+    averages = averages and mesh.site.size > 1
+    apart = own_parameters(module)
+    has_parts = any(isinstance(each, DTensor) for each in module.parameters() if each not in apart)
+    sharded = bool(zero_level(recipe, mesh)) or (averages and has_parts)
+    if sharded:
+        _shard(module, blocks, mesh, Precision(recipe.training.precision), recipe.parallel.zero, apart)
+    if deferred is not None:
+        materialise(module, deferred, mesh.device)
+    return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB) if averages and not sharded else module
 
 
 def zero_level(recipe: Recipe, mesh: Mesh) -> int:
@@ -87,7 +102,9 @@ def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDat
     Gradients are views of the buckets, and need no other memory. Buffers are not sent before each forward pass:
     training does not read batch norm's statistics, and evaluations broadcast them (`evaluating`).
     """
-    exclude_from_ddp(module)
+    apart = own_parameters(module)
+    names = [name for name, parameter in module.named_parameters() if parameter in apart]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
     ddp = DistributedDataParallel(
         module, process_group=mesh.site.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
@@ -96,21 +113,25 @@ def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDat
     return ddp
 
 
-def _shard(module: nn.Module, mesh: Mesh, precision: Precision, *, free_after_forward: bool) -> nn.Module:
+def _shard(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: Mesh,
+    precision: Precision,
+    zero: int,
+    apart: set[nn.Parameter],
+) -> None:
     """Cut the parameters of `module` in place over the data axis; names stay.
 
-    A `Chain` is gathered layer by layer, any other module at once. Every forward and backward pass is collective over
-    the data axis from now on.
+    Every forward and backward pass is collective over the data axis from now on. apart: parameters that stay as they
+    are.
     """
-    layers = []
-    if isinstance(module, Chain):
-        # A weight that layers share must not be cut twice: the module itself cuts it.
-        shared = {name.split(".")[1] for names in tied_names(module) for name in names}
-        layers = [layer for name, layer in module.layers.items() if name not in shared]
+    # A weight that blocks share must not be cut twice: the module itself cuts it.
+    shared = {module.get_parameter(names[0]) for names in tied_names(module)}
+    alone = [block for block in blocks if not shared.intersection(block.parameters())]
     # From the inside out. Batch norm computes with f32 weights, whatever the type of its input.
     norms = [part for part in module.modules() if keeps_statistics(part)] if precision.name != "f32" else []
-    policies = dict.fromkeys([*norms, *layers, module], precision.policy())
+    policies = dict.fromkeys([*norms, *alone, module], precision.policy())
     policies.update(dict.fromkeys(norms, MixedPrecisionPolicy(cast_forward_inputs=False)))
     for part, policy in policies.items():
-        fully_shard(part, mesh=mesh.device_mesh["data"], reshard_after_forward=free_after_forward, mp_policy=policy)
-    return module
+        fully_shard(part, mesh=mesh.fsdp_mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=apart)

@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from netfold.train.models.model import Replica
 from netfold.train.parallel.mesh import Mesh, in_runs, own_group
-from netfold.train.parallel.shards import local
+from netfold.train.parallel.shards import as_shard, local
 from netfold.train.recipe import DiLoCo
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class DiLoCoRounds:
         self._rounding: dict[Tensor, Tensor] = {}
         """For the first outer weight of each run: the rounding errors of this rank's part of the run."""
         parameters = [held for _, held in replica.named_parameters()]
-        weights = [local(held.detach()) for held in parameters]
+        weights = [held.detach() for held in parameters]
         for weight in weights:
-            dist.broadcast(weight, group=self._data.group, group_src=0)
+            dist.broadcast(local(weight), group=self._data.group, group_src=0)
         # The outer weights -> the weights.
         self._weights = {weight.clone(): weight for weight in weights}
         last = asked.every - asked.overlap
@@ -156,24 +156,24 @@ class DiLoCoRounds:
         """
         self._rounding.clear()
         for start, weight in self._weights.items():
-            start.copy_(weight)
+            local(start).copy_(local(weight))
         for (held, of_held), (start, weight) in zip(self.ahead.items(), self._weights.items(), strict=False):
             # A checkpoint of rounds without fragments has none.
             if "weight" in of_held:
-                weight.copy_(local(of_held["weight"]))
+                local(weight).copy_(local(of_held["weight"]))
             self.ahead[held] = {"weight": start}
         self.between, self.shared = True, not self._streams
 
     def _send(self, starts: Sequence[Tensor], *, keep: bool = False) -> _Exchange:
         """Begin to average the sites' changes of a run. keep: the weights will change before the merge."""
         flat: Tensor = _flatten_dense_tensors(  # type: ignore[no-untyped-call]
-            [start - self._weights[start] for start in starts]
+            [local(start) - local(self._weights[start]) for start in starts]
         )
         ranks = self._site.size
         if ranks > 1:
             flat = torch.cat([flat, flat.new_zeros(-len(flat) % ranks)])
         part = flat.view(ranks, -1)[self._site.rank]
-        sent = [self._weights[start].clone() for start in starts] if keep else None
+        sent = [local(self._weights[start]).clone() for start in starts] if keep else None
         if self._feeds_back is not None and part.dtype is torch.float32:
             rounding = self._rounding.setdefault(starts[0], torch.zeros_like(part))
             return _Exchange(starts, flat, part, sent, self._feeds_back.average(part, rounding), divisor=1)
@@ -190,22 +190,22 @@ class DiLoCoRounds:
             exchange.part.div_(exchange.divisor)
         if self._site.size > 1:
             dist.all_gather_into_tensor(exchange.flat, exchange.part.clone(), group=self._site.group)
-        starts = exchange.starts
-        gradients = _unflatten_dense_tensors(exchange.flat, starts)  # type: ignore[no-untyped-call]
+        outer = [local(start) for start in exchange.starts]
+        gradients = _unflatten_dense_tensors(exchange.flat, outer)  # type: ignore[no-untyped-call]
         if mean:
-            torch._foreach_sub_(list(starts), list(gradients))
+            torch._foreach_sub_(outer, list(gradients))
         else:
             # SGD leaves out tensors without a gradient.
-            for start, gradient in zip(starts, gradients, strict=True):
-                start.grad = gradient
+            for start, gradient in zip(exchange.starts, gradients, strict=True):
+                start.grad = as_shard(start, gradient)
             self._outer.step()
             self._outer.zero_grad()
-        for number, start in enumerate(starts):
-            if exchange.sent is None:
-                self._weights[start].copy_(start)
-            else:
-                # Keep the steps that were taken since.
-                self._weights[start].add_(start - exchange.sent[number])
+        weights = [local(self._weights[start]) for start in exchange.starts]
+        if exchange.sent is None:
+            torch._foreach_copy_(weights, outer)
+        else:
+            # Keep the steps that were taken since.
+            torch._foreach_add_(weights, torch._foreach_sub(outer, exchange.sent))
 
     def _average_buffers(self) -> None:
         for module in self._modules:
@@ -217,9 +217,9 @@ class DiLoCoRounds:
     @torch.no_grad()
     def _swap(self) -> None:
         for start, weight in self._weights.items():
-            held = weight.clone()
-            weight.copy_(start)
-            start.copy_(held)
+            held = local(weight).clone()
+            local(weight).copy_(local(start))
+            local(start).copy_(held)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.models.model import Model
 from netfold.train.parallel.mesh import Mesh
-from netfold.train.parallel.shards import plain_part
+from netfold.train.parallel.shards import local
 from netfold.train.recipe import Recipe
 
 
@@ -73,12 +72,10 @@ def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
     return paths
 
 
-def exclude_from_ddp(module: nn.Module) -> None:
-    """Let a DDP around `module` ignore parts of tables: their gradients are complete on their owner."""
-    shared = [path for path, part in module.named_modules() if isinstance(part, ShardedEmbeddings)]
-    held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    names = [name for name in held if any(name.startswith(f"{path}.") for path in shared)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
+def own_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The parts of tables inside `module`, whose gradients are complete on their owner: nothing averages them."""
+    parts = (part for part in module.modules() if isinstance(part, ShardedEmbeddings))
+    return {parameter for part in parts for parameter in part.parameters()}
 
 
 class ShardedEmbeddings(nn.Module):
@@ -104,9 +101,9 @@ class ShardedEmbeddings(nn.Module):
             table = cast(nn.Embedding, whole.tables[str(number)])
             if by_row:
                 # A rank without rows has an empty parameter: a DTensor must exist on every rank of its mesh.
-                rows = distribute_tensor(weight, mesh.device_mesh["data"], [Shard(0)], src_data_rank=None)
-                table.weight = plain_part(rows)
-                table.num_embeddings = len(table.weight)
+                rows = distribute_tensor(weight, mesh.data_mesh, [Shard(0)], src_data_rank=None)
+                table.weight = nn.Parameter(rows)
+                table.num_embeddings = len(rows.to_local())
             if by_row or self._firsts[number] == axis.rank:
                 self.tables[str(number)] = table
 
@@ -156,8 +153,8 @@ class ShardedEmbeddings(nn.Module):
 
 
 def _weights(tables: nn.ModuleDict) -> dict[int, Tensor]:
-    """The weights by the number of their table."""
-    return {int(number): cast(nn.Embedding, table).weight for number, table in tables.items()}
+    """The weights by the number of their table, or this rank's rows of them."""
+    return {int(number): local(cast(nn.Embedding, table).weight) for number, table in tables.items()}
 
 
 def _balanced(sizes: Sequence[int], bins: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from netfold.train.parallel.device import CPU
 from netfold.train.recipe import DiLoCo, Parallel
 
 AXES = ("pipeline", "data", "tensor")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,24 @@ class Mesh:
         self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device.type, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
-        )
-        self.pipeline, self.data, self.tensor = (self._axis(name) for name in AXES)
+        shard = parallel.shard or (data if parallel.zero else 1)
+        if data > 1 and shard < data and (parallel.zero or parallel.tensor > 1):
+            # FSDP2 wants the axes of its mesh, and the tensor axis, to be axes of one mesh.
+            shape = (parallel.pipeline, data // shard, shard, parallel.tensor)
+            self.device_mesh: DeviceMesh = init_device_mesh(
+                device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor")
+            )
+            self.fsdp_mesh = self.device_mesh["replicate", "shard"]
+            self.data_mesh = self.device_mesh["replicate"] if shard == 1 else self.fsdp_mesh._flatten("data")
+        else:
+            self.device_mesh = init_device_mesh(
+                device.type, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
+            )
+            self.fsdp_mesh = self.data_mesh = self.device_mesh["data"]
+        self.ranks = self.device_mesh.mesh.view(parallel.pipeline, data, parallel.tensor)
+        """The ranks of the world, [pipeline, data, tensor]."""
+        self.pipeline, self.tensor = (_axis(name, self.device_mesh[name]) for name in ("pipeline", "tensor"))
+        self.data = _axis("data", self.data_mesh)
         self.site = self.data
         """The part of the data axis whose ranks average gradients in every step: under [diloco] one site, else all."""
         self.between: Axis | None = None
@@ -52,7 +67,7 @@ class Mesh:
 
     def island(self) -> dist.ProcessGroup:
         """A new group of the ranks that hold this rank's copy of the model. Collective over the world."""
-        return own_group(self.device_mesh.mesh.transpose(0, 1).flatten(1).tolist())
+        return own_group(self.ranks.transpose(0, 1).flatten(1).tolist())
 
     def site_ranks(self) -> dist.ProcessGroup:
         """A new group of all ranks of this rank's site. Collective over the world."""
@@ -65,8 +80,7 @@ class Mesh:
 
     def alike(self) -> list[list[int]]:
         """The ranks of the world by what they hold: a list along the data axis for each place on the other axes."""
-        whole = self.device_mesh.mesh
-        ranks: list[list[int]] = whole.transpose(1, 2).reshape(-1, whole.shape[1]).tolist()
+        ranks: list[list[int]] = self.ranks.transpose(1, 2).reshape(-1, self.data.size).tolist()
         return ranks
 
     def _places(self) -> Tensor:
@@ -74,8 +88,7 @@ class Mesh:
         return self._divided(self.data.size // self.site.size)
 
     def _divided(self, sites: int) -> Tensor:
-        whole = self.device_mesh.mesh
-        return whole.reshape(whole.shape[0], sites, -1, whole.shape[2])
+        return self.ranks.reshape(self.ranks.shape[0], sites, -1, self.ranks.shape[2])
 
     def _divide(self, sites: int) -> tuple[Axis, Axis]:
         if self.data.size % sites:
@@ -93,9 +106,18 @@ class Mesh:
             between_group = own_group(whole.transpose(1, 3).flatten(0, 2).tolist())
         return Axis("site", place, ranks, site_group), Axis("between", number, sites, between_group)
 
-    def _axis(self, name: str) -> Axis:
-        axis = self.device_mesh[name]
-        return Axis(name, axis.get_local_rank(), axis.size(), axis.get_group())
+
+def _axis(name: str, mesh: DeviceMesh) -> Axis:
+    return Axis(name, mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's object, in the order of ranks. Collective over the group, by default the world if there is one."""
+    if not dist.is_initialized():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def own_group(ranks: Sequence[list[int]], **options: Any) -> dist.ProcessGroup:

@@ -21,13 +21,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.train.data.examples import Batch
 from netfold.train.data.sampler import sample_seed
-from netfold.train.models.model import Chain, Model, tied_names
+from netfold.train.models.deferred import Deferred
+from netfold.train.models.model import Chain, Model, at_least_f32, tied_names
 from netfold.train.parallel.data_parallel import evaluating, wrap_data_parallel
 from netfold.train.parallel.device import seed
+from netfold.train.parallel.mean_loss import MeanLoss
 from netfold.train.parallel.mesh import Mesh, all_reduce_together, own_group
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.precision import Precision
-from netfold.train.parallel.shards import local
+from netfold.train.parallel.shards import local, settle
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.split import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
 
@@ -43,13 +45,14 @@ SCHEDULES: dict[str, Any] = {
 class Pipelined:
     """A `Replica` of one stage or several."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, plan: Plan) -> None:
-        """Takes the model over, and drops the layers of other ranks from it."""
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, plan: Plan, deferred: Deferred | None = None) -> None:
+        """Takes the model over, and drops the layers of other ranks from it. deferred: as in `parallelise`."""
         chain = model.module
         assert isinstance(chain, Chain)
         self.notes: list[str] = [plan.reason]
         self._precision = Precision(recipe.training.precision)
         self._scale = 1.0
+        self._loss = MeanLoss(model, plan.microbatches, mesh.site)
         self._plan, self._mesh, self._buffers_differ = plan, mesh, False
         schedule, count, ranks = recipe.parallel.schedule, len(plan.cut), mesh.pipeline.size
         places = [stages_of(rank, ranks, count // ranks, schedule) for rank in range(ranks)]
@@ -66,7 +69,10 @@ class Pipelined:
                 "or 'zero-bubble-v'"
             )
         crossings = plan.measured.crossings
-        modules = [_Layers(chain, plan.cut.layers(stage), crossings[plan.cut.bounds[stage + 1]]) for stage in here]
+        modules = [
+            _Layers(chain, plan.cut.layers(stage), crossings[plan.cut.bounds[stage + 1]], self._precision, mesh.device)
+            for stage in here
+        ]
         self.modules: tuple[nn.Module, ...] = tuple(modules)
         held = {name for module in modules for name in module.layers}
         for name in set(names).difference(held):
@@ -79,7 +85,9 @@ class Pipelined:
             by_hand = schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
             stages.append(
                 _Stage(
-                    wrap_data_parallel(module, recipe, mesh, averages=not by_hand),
+                    wrap_data_parallel(
+                        module, module.layers.values(), recipe, mesh, averages=not by_hand, deferred=deferred
+                    ),
                     stage,
                     count,
                     mesh.device,
@@ -90,7 +98,6 @@ class Pipelined:
                 )
             )
         self._first, self._last = 0 in here, count - 1 in here
-        self._loss = model.loss
         self._schedule = SCHEDULES[schedule](
             stages if schedule in SEVERAL_A_RANK else stages[0],
             plan.microbatches,
@@ -106,9 +113,13 @@ class Pipelined:
         # Stages draw random numbers (dropout) independently: from this step's seed and the rank's place.
         seed(self._mesh.device, sample_seed(torch.initial_seed(), self._mesh.pipeline.rank))
         losses: list[Tensor] = []
+        if self._last:
+            self._loss.begin(batch.target)
         with _plain_errors():
             inputs, target = self._inputs_of(batch), self._target(batch)
             self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        if self._mesh.tensor.size > 1:
+            settle(weight for _, weight in self.named_parameters())
         if self._averages:
             gradients = [local(weight.grad) for _, weight in self.named_parameters() if weight.grad is not None]
             all_reduce_together(gradients, self._mesh.site.group, divisor=self._mesh.site.size)
@@ -120,7 +131,7 @@ class Pipelined:
         with evaluating(self.modules, self._mesh, buffers_differ=self._buffers_differ), _plain_errors():
             self._buffers_differ = False
             output: Tensor | None = self._schedule.eval(*self._inputs_of(batch), target=self._target(batch))
-        return self._precision.output(output) if output is not None else None
+        return at_least_f32(output) if output is not None else None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         found: dict[str, nn.Parameter] = {}
@@ -130,10 +141,11 @@ class Pipelined:
         yield from found.items()
 
     def _microbatch_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._loss(self._precision.output(output), target) * (self._scale / self._plan.microbatches)
+        # torch computes losses in an evaluation too, where no batch has begun, and uses none.
+        return self._loss(output, target) * self._scale if torch.is_grad_enabled() else output.new_zeros(())
 
     def _inputs_of(self, batch: Batch) -> tuple[Tensor, ...]:
-        return self._precision.inputs(batch.inputs) if self._first else ()
+        return batch.inputs if self._first else ()
 
     def _target(self, batch: Batch) -> Tensor | None:
         return batch.target if self._last else None
@@ -144,7 +156,7 @@ class Pipelined:
         due = [
             ((parts * wanted.shape[0], *wanted.shape[1:]), wanted.dtype) for wanted in self._plan.measured.crossings[0]
         ]
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in self._precision.inputs(batch.inputs)]
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in batch.inputs]
         if found != due:
             raise ValueError(f"the stages were made for a batch with inputs {due}, not {found}: all must be alike")
 
@@ -180,12 +192,16 @@ class _Layers(Chain):
     The cast is needed because FSDP2 also lowers tensors that only pass through a layer.
     """
 
-    def __init__(self, chain: Chain, layers: range, results: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, chain: Chain, layers: range, results: tuple[Tensor, ...], precision: Precision, device: torch.device
+    ) -> None:
         super().__init__(chain.part(layers.start, layers.stop).layers.items())
         self._results = tuple(result.dtype for result in results)
+        self._precision, self._device = precision, device
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        values = super().forward(*inputs)
+        with self._precision.context(self, self._device):
+            values = super().forward(*inputs)
         if isinstance(values, tuple):
             return tuple(_own(value.to(dtype)) for value, dtype in zip(values, self._results, strict=True))
         return _own(values.to(self._results[0]))
@@ -229,7 +245,7 @@ class Tied:
             if len(by_rank) > 1:
                 between.setdefault(tuple(sorted(by_rank)), []).append(names[0])
         for ranks, weights in between.items():
-            group = own_group(mesh.device_mesh.mesh[list(ranks)].flatten(1).T.tolist())
+            group = own_group(mesh.ranks[list(ranks)].flatten(1).T.tolist())
             if mesh.pipeline.rank in ranks:
                 self._groups.append((group, weights))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from netfold.train.data.examples import Batch, Examples
+from netfold.train.models.deferred import Deferred, materialised
 from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.device import synchronize
 from netfold.train.parallel.mesh import Mesh
@@ -36,19 +38,27 @@ class LayerTimings:
     """Whether the layer returns a tensor that depends on its weights, and on no input that has a gradient."""
 
 
-def time_layers(model: Model, examples: Examples, samples: int, mesh: Mesh, precision: Precision) -> LayerTimings:
+def time_layers(
+    model: Model,
+    examples: Examples,
+    samples: int,
+    mesh: Mesh,
+    precision: Precision,
+    deferred: Deferred | None = None,
+) -> LayerTimings:
     """Measure on the first `samples` examples; every rank returns rank 0's result. Collective over the world.
 
     All ranks of the first stage run all layers together, because layers may communicate along the data and tensor
-    axes. Weights, buffers, gradients and the random generator do not change. Raises RuntimeError on every rank if a
-    layer failed on rank 0.
+    axes. Weights, buffers, gradients and the random generator do not change. deferred: of a model without values, whose
+    layers get them one at a time. Raises RuntimeError on every rank if a layer failed on rank 0.
     """
     found: list[LayerTimings | str | None] = [None]
     failed: Exception | None = None
     if mesh.pipeline.rank == 0:
         try:
             numbers = [number % len(examples) for number in range(samples)]
-            found = [_measure(model, examples.batch(numbers, numbers).to(mesh.device), precision, mesh.device)]
+            sample = examples.batch(numbers, numbers).to(mesh.device)
+            found = [_measure(model, sample, precision, mesh.device, deferred)]
         except Exception as error:
             failed, found = error, [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(found, src=0)
@@ -57,35 +67,43 @@ def time_layers(model: Model, examples: Examples, samples: int, mesh: Mesh, prec
     return found[0]
 
 
-def _measure(model: Model, sample: Batch, precision: Precision, device: torch.device) -> LayerTimings:
+def _measure(
+    model: Model, sample: Batch, precision: Precision, device: torch.device, deferred: Deferred | None
+) -> LayerTimings:
     chain = model.module
     assert isinstance(chain, Chain)
     costs: list[int] = []
     own_outputs: list[bool] = []
-    values = precision.inputs(sample.inputs)
+    values = sample.inputs
     crossings = [_on_meta(values)]
     buffers = [(buffer, buffer.clone()) for buffer in chain.buffers()]
     layers = list(chain.layers.values())
-    lowered = [hook for layer in layers for hook in precision.use_lower_copies(layer)]
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
-        for layer in layers:
+        for name, layer in chain.layers.items():
             inputs = values
             seconds = []
-            for _ in range(1 + REPEATS):
-                taken = tuple(value.detach().requires_grad_(value.requires_grad) for value in inputs)
-                began_ns = time.perf_counter_ns()
-                returned = layer(*taken)
-                values = returned if isinstance(returned, tuple) else (returned,)
-                # The loss counts as a part of the last layer.
-                ends = (model.loss(precision.output(values[0]), sample.target),) if layer is layers[-1] else values
-                _gradients(ends, (*taken, *layer.parameters()))
-                synchronize(device)
-                seconds.append(time.perf_counter_ns() - began_ns)
+            there = contextlib.nullcontext()
+            if deferred is not None:
+                there = materialised(layer, deferred, device, f"layers.{name}")
+            with there:
+                for _ in range(1 + REPEATS):
+                    taken = tuple(value.detach().requires_grad_(value.requires_grad) for value in inputs)
+                    began_ns = time.perf_counter_ns()
+                    with precision.context(layer, device):
+                        returned = layer(*taken)
+                    values = returned if isinstance(returned, tuple) else (returned,)
+                    # The loss counts as a part of the last layer.
+                    ends = (model.losses(values[0], sample.target),) if layer is layers[-1] else values
+                    _gradients(ends, (*taken, *layer.parameters()))
+                    synchronize(device)
+                    seconds.append(time.perf_counter_ns() - began_ns)
+                own_outputs.append(
+                    any(value.requires_grad and not any(_gradients((value,), taken)) for value in values)
+                )
             costs.append(int(statistics.median(seconds[1:])))
-            own_outputs.append(any(value.requires_grad and not any(_gradients((value,), taken)) for value in values))
             crossings.append(_on_meta(values))
-    for hook in lowered:
-        hook.remove()
+            # Without the graph, which holds the layer's weights.
+            values = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
     for buffer, kept in buffers:
         buffer.data = kept
     return LayerTimings(tuple(costs), tuple(crossings), tuple(own_outputs))
@@ -111,7 +129,14 @@ def _gradients(ends: Tensors, wanted: Tensors) -> list[bool]:
 class Plan:
     """The stages of a pipeline; made while every rank still holds every layer."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        recipe: Recipe,
+        mesh: Mesh,
+        examples: Examples | None,
+        deferred: Deferred | None = None,
+    ) -> None:
         """Measures the layers on a microbatch of the first examples. Collective over the world.
 
         Raises ValueError, on every rank, if the model cannot be cut as the recipe asks.
@@ -125,7 +150,7 @@ class Plan:
                 f"parallel.pipeline is {parallel.pipeline}, but parallelise was given no examples to measure layers on"
             )
         precision = Precision(recipe.training.precision)
-        self.measured: LayerTimings = time_layers(model, examples, self.samples, mesh, precision)
+        self.measured: LayerTimings = time_layers(model, examples, self.samples, mesh, precision, deferred)
         self.cut: Cut = cut(self.measured.costs_ns, shares.stages)
         self.reason = self.cut.described(names)
         if parallel.schedule in SPLIT_BACKWARD:

@@ -1,7 +1,4 @@
-"""Parts of tensors that are cut among ranks: their places, their gradients, and norms of the whole tensors.
-
-A parameter that is cut is a DTensor, or a plain tensor with the same `_spec` (`plain_part`).
-"""
+"""Parts of tensors that are cut among ranks, which are DTensors: their gradients, and norms of the whole tensors."""
 
 from __future__ import annotations
 
@@ -13,24 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def plain_part(whole: DTensor) -> nn.Parameter:
-    """This rank's part of `whole` as a plain parameter, in the same memory. A copy of it does not know its place."""
-    part = nn.Parameter(whole.to_local().detach(), whole.requires_grad)
-    part._spec = whole._spec  # type: ignore[attr-defined]
-    return part
-
-
-def as_shard(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor` as a part of the whole, in the same memory: a DTensor, or itself if it is whole or a DTensor.
-
-    tensor: shaped like this rank's `parameter` (the parameter itself, or its momentum). No communication.
-    """
-    spec = getattr(parameter, "_spec", None)
-    if spec is None or isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -38,13 +17,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def axes(parameter: Tensor) -> list[dist.ProcessGroup]:
     """The groups of ranks among which the whole parameter was cut, one for each axis."""
-    spec = getattr(parameter, "_spec", None)
-    if spec is None:
+    if not isinstance(parameter, DTensor):
         return []
+    mesh = parameter.device_mesh
     return [
-        spec.mesh.get_group(dimension)
-        for dimension, placement in enumerate(spec.placements)
-        if not placement.is_replicate() and spec.mesh.size(dimension) > 1
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
     ]
 
 

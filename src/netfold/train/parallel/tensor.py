@@ -12,7 +12,6 @@ rowwise layer's bias is whole, and added once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +28,6 @@ from torch.distributed.tensor.parallel import (
 
 from netfold.train.models.model import Model, tied_names
 from netfold.train.parallel.mesh import Mesh
-from netfold.train.parallel.precision import substitute_parameters
-from netfold.train.parallel.shards import as_shard, plain_part
 from netfold.train.recipe import Parallel
 from netfold.train.recipe.errors import RecipeError
 
@@ -48,8 +45,8 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     """Cut `model`'s layers in place, by its plan, among the ranks of the tensor axis; no communication.
 
     A weight that is cut becomes a DTensor on `mesh.device_mesh["tensor"]`: every rank keeps its own part of the weight
-    that it has made. Activations stay plain tensors. fully_shard accepts such a module; for DDP, or one data-parallel
-    rank, `localise` it. Raises ValueError if the model cannot be cut so.
+    that it has made. Activations stay plain tensors. fully_shard accepts such a module, and DDP does not. Raises
+    ValueError if the model cannot be cut so.
     """
     styles = styles_of(model, parallel)
     if mesh.tensor.size == 1:
@@ -111,27 +108,6 @@ def cut_along(module: nn.Module, styles: Mapping[str, Any], axis: DeviceMesh) ->
     for path, style in styles.items():
         # All ranks have made the same weights, so none are sent.
         parallelize_module(module.get_submodule(path), axis, style, src_data_rank=None)
-
-
-def localise(module: nn.Module) -> None:
-    """Replace the parameters of `module` that are DTensors by plain tensors, this rank's parts.
-
-    Optimizers, DDP and clipping then need no DTensors. A parameter is a DTensor only while its layer computes. Its
-    gradient is reduced in the layer's backward pass (an all_reduce for a norm on a part of the sequence). DDP with a
-    device mesh does the same, but only with several data-parallel ranks, and only for a whole module.
-    """
-    for layer in module.modules():
-        whole = {name: held for name, held in layer.named_parameters(recurse=False) if isinstance(held, DTensor)}
-        cut = {name: plain_part(held) for name, held in whole.items()}
-        for name, part in cut.items():
-            layer.register_parameter(name, part)
-        if cut:
-            substitute_parameters(layer, functools.partial(_as_dtensors, cut))
-
-
-def _as_dtensors(cut: Mapping[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
-    # The parameter may be replaced by a copy in a lower precision (`Precision.use_lower_copies`).
-    return {name: as_shard(part, getattr(layer, name)) for name, part in cut.items()}
 
 
 def _check(path: str, module: nn.Module, style: Any, ranks: int) -> None:

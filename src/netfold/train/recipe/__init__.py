@@ -1,7 +1,7 @@
 """The keys of a recipe, with their meanings, defaults and bounds.
 
 A recipe is TOML (`netfold train recipe.toml`) or made in Python (`Recipe(model={"name": "gpt"}, ...)`). The checks in
-this module need no model, data or torch; `validate.py` makes the checks that do.
+this package need no model, data or torch; `dry_run/validate.py` makes the checks that do.
 """
 
 from __future__ import annotations
@@ -56,9 +56,21 @@ class Training(Section):
     """The type of computation. Weights are kept in f32. f16 scales its losses."""
     clip: PositiveFloat | None = None
     """The largest norm of all gradients together."""
+    recompute: Literal["none", "all", "selective"] = "none"
+    """Activations to compute again in the backward pass, block by block, to save memory: all, or all but the results of
+    matrix products, convolutions and attention."""
+    compile: bool = False
+    """Compile each block of the model by torch.compile; the first steps take longer."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluate with a moving average of the weights, which decays by this factor a step, such as 0.999."""
     evaluate_every: PositiveInt | None = None
     """Steps between evaluations of the held-out examples. Without it there is one evaluation, at the end."""
     seed: int = 0
+    initial: Annotated[Path, Field(strict=False)] | None = None
+    """First weights: of a run's folder (its newest checkpoint), or of a file or folder of safetensors. A run that
+    continues from its own checkpoint does not read them."""
+    initial_except: list[str] = []
+    """Beginnings of names that `initial` leaves out, such as a new head: those weights are random."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Training:
@@ -105,6 +117,8 @@ class Parallel(Section):
     """Without it: the number of ranks divided by pipeline x tensor."""
     zero: Literal[0, 1, 2, 3] = 0
     """Data-parallel ranks split: 1 and 2 the optimizer's state and gradients, 3 weights too (Rajbhandari 2020)."""
+    shard: PositiveInt | None = None
+    """Data-parallel ranks among which zero divides, in runs of this many; the runs average (HSDP). Without it: all."""
     bucket_mb: PositiveFloat | None = None
     """MiB of gradients that are sent together. Without it: 64."""
     batch_norm: PositiveInt = 1
@@ -194,7 +208,7 @@ class Run(Section):
     folder: Annotated[Path, Field(strict=False)] = Path("runs")
     """The folder in which each run makes its own."""
     name: str | None = None
-    """Without it: the recipe's file name."""
+    """Without it: the name of the recipe's file, or of the model."""
     resume: Literal["auto", "changed", "never"] = "auto"
     """auto: an unfinished run of this name continues from its checkpoint. changed: also if optimizer, schedule, length
     or batch have changed, which auto refuses."""
@@ -255,6 +269,8 @@ class Recipe(Section):
         if parallel.zero and parallel.bucket_mb is not None:
             advice = "a layer's gradients are sent together, whatever their size; leave one of the two out"
             yield "parallel.bucket_mb", "parallel.zero", advice
+        if parallel.shard is not None and not parallel.zero:
+            yield "parallel.shard", "parallel.zero", "nothing is divided; set zero = 1, 2 or 3"
         if parallel.embeddings != "replicated" and parallel.zero:
             yield "parallel.embeddings", "parallel.zero", "both divide the tables; set zero = 0"
         if parallel.sequence and parallel.tensor == 1:
@@ -271,6 +287,9 @@ class Recipe(Section):
                 parts = training.accumulate * (microbatches or ranks)
                 advice = f"a pipeline cuts a batch into microbatches; leave it out, set parallel.microbatches = {parts}"
                 yield "training.accumulate", "parallel.pipeline", advice
+            if is_split and training.recompute != "none":
+                advice = "torch cannot divide the backward pass of recomputed blocks; take 'interleaved'"
+                yield "parallel.schedule", "training.recompute", advice
             if is_split and parallel.zero:
                 advice = "FSDP would miss gradients that are computed later; set zero = 0, or take 'interleaved'"
                 yield "parallel.schedule", "parallel.zero", advice
@@ -286,6 +305,12 @@ class Recipe(Section):
             if schedule in ("interleaved", "zero-bubble") and microbatches is not None and microbatches % rounds:
                 advice = f"{ranks} ranks cannot divide them; set {ranks * rounds} or {ranks * (rounds + 1)}"
                 yield "parallel.microbatches", "parallel.schedule", advice
+        if diloco is not None and training.ema is not None:
+            yield (
+                "training.ema",
+                "diloco.every",
+                "ranks hold different weights within a round; leave one of the two out",
+            )
         if diloco is not None:
             for key, only in (
                 ("parallel.zero", 0),

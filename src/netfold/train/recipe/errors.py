@@ -94,10 +94,10 @@ def validation_sentences(error: ValidationError, tables: Tables = RECIPE_TABLES)
 def _problem(key: Key, details: Sequence[ErrorDetails], tables: Tables) -> str:
     """The text behind the key's name."""
     first = details[0]
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         owner, known = tables[key[:-1]]
         return f" is not a key of {owner}; {suggest(key[-1], known) if known else 'it has none'}"
-    if first["type"] == "missing" and len(first["loc"]) == len(key):
+    if first["type"].startswith("missing") and len(first["loc"]) == len(key):
         return " is missing, and has no default"
     if first["type"] == "value_error":
         # The sentences of a validator; those about several sections name their keys themselves.

@@ -1,6 +1,6 @@
 """Read a recipe from a file and settings, or raise sentences that name each wrong key, its line, and a correction.
 
-These checks need no torch, model or data; `validate.py` makes the checks that do.
+These checks need no torch, model or data; `dry_run/validate.py` makes the checks that do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from netfold.plan.request.key_lines import Key, key_lines
+from netfold.runs import RECIPE
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError, Source, validation_sentences
 
@@ -23,8 +24,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RESOLVED = "recipe.json"
-"""In a run's folder: the recipe with all defaults."""
 _TRAIN = Path(__file__).resolve().parent.parent
 _AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DOTALL)
@@ -63,7 +62,7 @@ def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
 
 def read_resolved(folder: Path) -> Recipe:
     """The recipe of a run's folder. Raises OSError, or ValueError if the file is not a recipe of this version."""
-    return Recipe.model_validate_json((folder / RESOLVED).read_text(encoding="utf-8"))
+    return Recipe.model_validate_json((folder / RECIPE).read_text(encoding="utf-8"))
 
 
 def shipped_folder() -> Path:

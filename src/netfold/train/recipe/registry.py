@@ -10,8 +10,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import NotRequired, Required, TypedDict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from netfold.extras import missing_extra
 from netfold.plan.words import suggest
@@ -19,43 +18,34 @@ from netfold.train.recipe import Factory
 from netfold.train.recipe.errors import RecipeError, validation_sentences
 
 
-def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
-    """The callable that `asked` names, bound to its options as its annotations want them (text becomes a Path).
+def factory(asked: Factory, known: Mapping[str, str], kind: str) -> functools.partial[Any]:
+    """The callable that `asked` names, as a partial of all its arguments, defaults too; text becomes a Path.
 
     kind: the recipe's table, "model" or "data". Raises RecipeError for an unknown name, and for every option that is
     unknown, missing, or of another type than its annotation.
     """
     found = _find(asked, known, kind)
-    parameters = inspect.signature(found).parameters
-    hints = _hints(found)
-    named = {
-        name: each for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    }
-    fields = {
-        name: (Required if each.default is each.empty else NotRequired)[hints.get(name, Any)]
-        for name, each in named.items()
-    }
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    config = ConfigDict(extra="allow" if open_ended else "forbid", strict=True, arbitrary_types_allowed=True)
-    adapter = TypeAdapter(with_config(config)(TypedDict("Options", fields)))  # type: ignore[operator]
+
+    def bound(**options: Any) -> functools.partial[Any]:
+        return functools.partial(found, **options)
+
+    # pydantic checks arguments as this function's annotations want them, and adds the defaults.
+    parameters, hints = inspect.signature(found).parameters, _hints(found)
+    bound.__annotations__ = {name: hints.get(name, Any) for name in parameters}
+    annotated = [each.replace(annotation=bound.__annotations__[name]) for name, each in parameters.items()]
+    bound.__signature__ = inspect.Signature(annotated)  # type: ignore[attr-defined]
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    adapter: TypeAdapter[functools.partial[Any]] = TypeAdapter(bound, config=config)  # type: ignore[arg-type]
     try:
         try:
             # Validated as JSON, a list may become a tuple and text a path, but no other type is converted.
-            options = adapter.validate_json(json.dumps(asked.options))
+            return adapter.validate_json(json.dumps(asked.options))
         except TypeError:
             # A recipe that was made in Python may hold objects.
-            options = adapter.validate_python(asked.options)
+            return adapter.validate_python(asked.options)
     except ValidationError as error:
-        problems = validation_sentences(error, {(): (asked.name, list(named))})
+        problems = validation_sentences(error, {(): (asked.name, list(parameters))})
         raise RecipeError([f"{kind}.{sentence}" for _, sentence in problems]) from None
-    return functools.partial(found, **options)
-
-
-def arguments(made: Callable[..., Any]) -> dict[str, Any]:
-    """All arguments that a callable of `factory` will be called with, defaults too."""
-    bound = inspect.signature(made).bind()
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def _find(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from netfold.train.recipe import DiLoCo, Parallel, Recipe
+from netfold.train.recipe import Parallel, Recipe
 from netfold.train.recipe.errors import RecipeError
 
 SEVERAL_A_RANK = ("interleaved", "zero-bubble", "zero-bubble-v")
@@ -28,6 +28,8 @@ class Split:
     accumulate: int
     batch: int
     """Samples per step, of the whole job."""
+    fsdp: bool
+    """FSDP2 averages gradients, and casts weights and inputs in a lower precision; otherwise DDP and autocast do."""
 
     @property
     def ranks(self) -> int:
@@ -74,35 +76,47 @@ def split(recipe: Recipe, ranks: int) -> Split:
     factors = {"parallel.data": data} if training.scaling == "strong" else {}
     factors |= {"training.accumulate": training.accumulate, "parallel.microbatches": microbatches}
     problems += _batch(training.batch, factors) + check_batch_norm(parallel.batch_norm, data)
-    problems += _sites(recipe.diloco, data) if recipe.diloco is not None else []
+    problems += _sites(recipe, data)
+    problems += _divides("parallel.shard", parallel.shard or data, data)
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)
     stages = parallel.pipeline * stages_a_rank(parallel)
-    return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch)
+    by_hand = parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
+    fsdp = data > 1 and (parallel.zero > 0 or (parallel.tensor > 1 and recipe.diloco is None and not by_hand))
+    return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch, fsdp)
 
 
 def check_batch_norm(ranks: int, data: int) -> list[str]:
-    return _divisor("parallel.batch_norm", ranks, data)
+    return _divides("parallel.batch_norm", ranks, data)
 
 
-def _sites(diloco: DiLoCo, data: int) -> list[str]:
+def _sites(recipe: Recipe, data: int) -> list[str]:
+    diloco, tensor = recipe.diloco, recipe.parallel.tensor
+    if diloco is None:
+        return []
     sites = diloco.sites or data
-    problems = _divisor("diloco.sites", sites, data)
+    problems = _divides("diloco.sites", sites, data)
     if diloco.wire == "i8" and sites > I8_RANKS:
         problems.append(
             f"diloco.wire is 'i8', in which numbers of at most {I8_RANKS} sites can be added, and there are {sites} "
             "(diloco.sites); set 'bf16'"
         )
+    if sites < data and tensor > 1:
+        # FSDP2 averages DTensors, over an axis of the mesh; sites are no axis.
+        problems.append(
+            f"parallel.tensor is {tensor}, and a site has {data // sites} data-parallel ranks (diloco.sites): layers "
+            "that are cut cannot be averaged inside a site; set tensor = 1, or leave diloco.sites out"
+        )
     return problems
 
 
-def _divisor(key: str, count: int, data: int) -> list[str]:
-    if data % count == 0:
+def _divides(key: str, ranks: int, data: int) -> list[str]:
+    if data % ranks == 0:
         return []
     divisors = ", ".join(str(each) for each in range(1, data + 1) if data % each == 0)
     return [
-        f"{key} is {count}, which does not divide the {data} data-parallel ranks (parallel.data); set one of {divisors}"
+        f"{key} is {ranks}, which does not divide the {data} data-parallel ranks (parallel.data); set one of {divisors}"
     ]
 
 

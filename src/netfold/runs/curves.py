@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from netfold import units
 from netfold.page.chart import Axis, Chart, legend
-from netfold.train.callbacks.metrics_file import Metrics, with_unit
+from netfold.runs.metrics import Metrics, with_unit
 
 # Of more points than this, neighbours share a place, and the lowest and the highest of them are drawn.
 _MOST_PLACES = 400

@@ -12,21 +12,20 @@ from netfold.profile.analyse import analyse
 from netfold.profile.overlap import each_step
 from netfold.profile.page import advice, limitations, render_page, text
 from netfold.profile.run import RunError, read_run
-from netfold.train.callbacks.profiling import NAME
-from netfold.train.callbacks.run_folder import write_whole
+from netfold.runs import PROFILE, write_whole
 
 PAGE = "profile.html"
 
 
 def communication(folder: Path) -> str:
     """Return the section, and write the profile's page."""
-    if not (folder / NAME).is_dir():
+    if not (folder / PROFILE).is_dir():
         return (
             "<p>No steps were recorded here: report.profile is off, the run is too short so far, or "
             "<code>netfold profile run</code> records the whole job elsewhere.</p>"
         )
     try:
-        run = read_run(folder / NAME)
+        run = read_run(folder / PROFILE)
     except RunError as error:
         return f"<p>No profile: {escape(error)}</p>"
     findings = analyse(run)

@@ -9,56 +9,19 @@ from __future__ import annotations
 import base64
 import json
 import statistics
-import time
-from collections.abc import Sequence
 from pathlib import Path
-
-from PIL import Image
 
 from netfold import units
 from netfold.page.escape import escape
 from netfold.page.layout import render_layout
-from netfold.train.callbacks.events import Callback, Ended, Evaluated, Started
-from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics, result
-from netfold.train.callbacks.report.communication import communication
-from netfold.train.callbacks.report.curves import curves
-from netfold.train.callbacks.report.history import history, provenance
-from netfold.train.callbacks.run_folder import write_whole
-from netfold.train.data.examples import Panel
+from netfold.runs import METRICS, PAGE, PICTURE_LIST, PICTURES, write_whole
+from netfold.runs.communication import communication
+from netfold.runs.curves import curves
+from netfold.runs.history import history, provenance
+from netfold.runs.metrics import Metrics, read_metrics, result
 
-__all__ = ["PAGE", "ReportCallback", "write_report"]
-
-PAGE = "report.html"
-_PICTURES, _INDEX = "pictures", "pictures.json"
 # A step takes about 130 bytes of the page. Of a longer run, the page has one step in N.
 _MOST_STEPS = 100_000
-# All ranks wait while rank 0 writes. Writing takes at most this fraction (1/200) of the time before the end.
-_RARE = 200
-
-
-class ReportCallback(Callback):
-    """Write a run's page at evaluations and at the end of the run."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._next_s = 0.0
-        self._steps = 0
-
-    def on_start(self, event: Started) -> None:
-        self._steps = event.steps
-
-    def on_evaluation(self, event: Evaluated) -> None:
-        if event.pictures:
-            _write_pictures(self._folder, event.step, event.pictures)
-        began_s = time.monotonic()
-        if began_s < self._next_s or event.step == self._steps:  # the end comes next
-            return
-        write_report(self._folder)
-        ended_s = time.monotonic()
-        self._next_s = ended_s + _RARE * (ended_s - began_s)
-
-    def on_end(self, event: Ended) -> None:
-        write_report(self._folder)
 
 
 def write_report(folder: Path) -> Path:
@@ -74,10 +37,10 @@ def write_report(folder: Path) -> Path:
 def _render(folder: Path) -> str:
     metrics = read_metrics(folder)
     if not metrics.starts:
-        raise ValueError(f"{folder} is no folder of a run, or the run has not begun: {NAME} has no start there")
+        raise ValueError(f"{folder} is no folder of a run, or the run has not begun: {METRICS} has no start there")
     recipe = metrics.starts[-1]["recipe"]
     every = max(1, -(-len(metrics.steps) // _MOST_STEPS))
-    some = f'<p class="quiet">This file carries the numbers of one in {every} steps; {NAME} has all of them.</p>'
+    some = f'<p class="quiet">This file carries the numbers of one in {every} steps; {METRICS} has all of them.</p>'
     names = dict.fromkeys(name for line in metrics.steps for name in line if name != "kind")
     numbers = {
         "starts": metrics.starts,
@@ -137,26 +100,15 @@ def _facts(metrics: Metrics) -> list[tuple[str, str]]:
     return found
 
 
-def _write_pictures(folder: Path, step: int, panels: Sequence[Panel]) -> None:
-    """Replace the PNG files in the folder, and then their list."""
-    (folder / _PICTURES).mkdir(exist_ok=True)
-    listed = []
-    for panel in panels:
-        file = f"{panel.title}.png".replace(" ", "-")
-        Image.fromarray(panel.pixels.permute(1, 2, 0).contiguous().numpy()).save(folder / _PICTURES / file)
-        listed.append({"title": panel.title, "said": panel.said, "file": file})
-    (folder / _PICTURES / _INDEX).write_text(json.dumps({"step": step, "panels": listed}, indent=1), encoding="utf-8")
-
-
 def _pictures(folder: Path) -> str:
     """The pictures as HTML, embedded; empty if the run has none."""
-    index = folder / _PICTURES / _INDEX
+    index = folder / PICTURES / PICTURE_LIST
     if not index.exists():
         return ""
     found = json.loads(index.read_text(encoding="utf-8"))
     figures = "".join(
         f'<figure><img alt="{escape(panel["title"])}" src="data:image/png;base64,'
-        f'{base64.b64encode((folder / _PICTURES / panel["file"]).read_bytes()).decode()}">'
+        f'{base64.b64encode((folder / PICTURES / panel["file"]).read_bytes()).decode()}">'
         f"<figcaption>{escape(panel['title'])} <strong>{escape(panel['said'])}</strong></figcaption></figure>"
         for panel in found["panels"]
     )

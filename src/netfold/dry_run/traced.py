@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from netfold.dry_run.module_spec import Input, TraceError
+from netfold.dry_run.tracer import OnAnAccelerator, TraceMode, tensors
 from netfold.plan.model import Gradient, Part, Traced
 from netfold.train.models.model import Model
 from netfold.train.recipe.errors import error_sentence
-from netfold.train.trace.module_spec import Input, TraceError
-from netfold.train.trace.tracer import OnAnAccelerator, TraceMode, tensors
 
 # torch's errors for operations whose result or size depends on values: of fake tensors, and of meta tensors.
 _NEEDS_VALUES = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")

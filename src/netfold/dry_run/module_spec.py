@@ -17,6 +17,8 @@ from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.registry import factory
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
+# Between two options, and not inside a list.
+_COMMA = re.compile(r",(?![^\[]*\])")
 _INPUT = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 
 
@@ -54,14 +56,14 @@ def parse_input(text: str) -> Input:
 def parse_module(text: str) -> Callable[[], Any]:
     """The function that makes a module: `package.module:factory`, or the name of a model of `netfold train`.
 
-    Options follow one more colon: `gpt:layers=12,width=768`. Raises TraceError, with one line for each unknown name or
-    option.
+    Options follow one more colon: `gpt:layers=12,width=768`, `linear-stack:widths=[64,10]`. Raises TraceError, with one
+    line for each unknown name or option.
     """
     name, *rest = text.split(":")
     if rest and rest[0] and "=" not in rest[0]:
         name = f"{name}:{rest.pop(0)}"
     options: dict[str, Any] = {}
-    for part in filter(None, (each.strip() for each in ":".join(rest).split(","))):
+    for part in filter(None, (each.strip() for each in _COMMA.split(":".join(rest)))):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals or key == "name":
             raise TraceError(f"{text}: {part!r} has no value, or sets the factory's name; write width=128")

@@ -9,22 +9,24 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from netfold.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold.plan.model import Pass
 from netfold.train.data.examples import Batch
 from netfold.train.models.model import Chain, Model
+from netfold.train.parallel.device import CPU
 from netfold.train.parallel.embeddings import Embeddings
-from netfold.train.parallel.precision import DTYPES, keeps_statistics
+from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics
 from netfold.train.parallel.shards import axes, local
-from netfold.train.parallel.tensor import cut_along, localise
-from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
+from netfold.train.parallel.tensor import cut_along
 
 Shape = tuple[int, ...]
 _NOTHING = Pass()
@@ -52,6 +54,8 @@ class Layer:
     forward: Pass = _NOTHING
     """Matrix products of a microbatch, and collectives inside the layer."""
     backward: Pass = _NOTHING
+    summed_bytes: tuple[int, ...] = ()
+    """Of each gradient that is summed over the tensor axis after the last pass (`shards.settle`)."""
 
     def shapes(self, *, norms: bool = True, tables: bool = True) -> list[Shape]:
         """Of all parameters."""
@@ -79,7 +83,7 @@ def measure(
     example: Batch,
     *,
     samples: int,
-    precision: str = "f32",
+    precision: Literal["f32", "bf16", "f16"] = "f32",
     tensor: int = 1,
     styles: Mapping[str, Any] | None = None,
     fsdp: bool = False,
@@ -99,10 +103,9 @@ def measure(
             if mesh is not None:
                 cut_along(model.module, styles or {}, mesh)
             held = [_held(name, layer) for name, layer in layers]
-            if not fsdp:
-                localise(model.module)
-            _lower(model.module, DTYPES[precision])
-            return _run(model, layers, held, example, samples, DTYPES[precision]), ""
+            if fsdp:
+                _lower(model.module, DTYPES[precision])
+            return _run(model, layers, held, example, samples, Precision(precision), fsdp), ""
     except Exception as error:
         return whole, f"a pass of fake tensors failed: {type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -149,19 +152,25 @@ def _run(
     held: Sequence[Layer],
     example: Batch,
     samples: int,
-    dtype: torch.dtype,
+    precision: Precision,
+    fsdp: bool,
 ) -> list[Layer]:
-    def like(each: Tensor, kind: torch.dtype) -> Tensor:
-        return torch.zeros((samples, *each.shape[1:]), dtype=kind)
+    def like(each: Tensor) -> Tensor:
+        return torch.zeros((samples, *each.shape[1:]), dtype=each.dtype)
 
-    inputs = [like(each, dtype if each.is_floating_point() else each.dtype) for each in example.inputs]
-    target = like(example.target, example.target.dtype)
+    batch = example.like([like(each) for each in example.tensors])
+    if fsdp:
+        # FSDP2's casts.
+        given = [each.to(precision.dtype) if each.is_floating_point() else each for each in batch.tensors[:-1]]
+        batch = batch.like([*given, batch.target])
     outputs: dict[str, list[Tensor]] = {}
     watch = TraceMode(model.module)
     with watch.hooked():
         for name, layer in layers:
             layer.register_forward_hook(lambda *given, name=name: outputs.update({name: tensors(given[-1])}))
-        torch.autograd.backward(model.loss(model.module(*inputs), target))
+        with contextlib.nullcontext() if fsdp else precision.context(model.module, CPU):
+            output = model.module(*batch.inputs, **batch.named)
+        model.losses(output, batch.target).mean().backward()  # type: ignore[no-untyped-call]
     parts: dict[str, list[TracedPart]] = {name: [] for name, _ in layers}
     name = layers[0][0]
     for part in watch.seen:
@@ -177,8 +186,9 @@ def _run(
             handed_back_bytes=tuple(local(each).nbytes for each in outputs[layer.name] if each.requires_grad),
             forward=_pass([part.forward for part in parts[layer.name]]),
             backward=_pass([part.backward for part in parts[layer.name]]),
+            summed_bytes=_summed(module),
         )
-        for layer in held
+        for layer, (_, module) in zip(held, layers, strict=True)
     ]
 
 
@@ -186,4 +196,14 @@ def _pass(ran: Sequence[Ran]) -> Pass:
     return Pass(
         tuple(matmul for each in ran for matmul in each.matmuls),
         collectives=tuple(call for each in ran for call in each.collectives),
+    )
+
+
+def _summed(layer: nn.Module) -> tuple[int, ...]:
+    """The bytes of each gradient that is a term of a sum over the tensor axis."""
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    return tuple(
+        local(gradient).nbytes
+        for gradient in gradients
+        if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from netfold.dry_run.layers import Layer
 from netfold.plan.shared_rules import bucket_ends
-from netfold.train.explain.layers import Layer
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold.train.parallel.data_parallel import BUCKET_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES, in_fragments
@@ -79,6 +79,8 @@ def _inside(layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
         for operation, each_size in sorted(sizes.items()):
             calls, total = len(each_size) * split.passes, sum(each_size) * split.passes
             yield Traffic("tensor", operation, of, split.tensor, calls, total)
+    if summed := [size for layer in layers for size in layer.summed_bytes]:
+        yield Traffic("tensor", "all_reduce", "gradients of norms", split.tensor, len(summed), sum(summed))
 
 
 def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
@@ -130,6 +132,13 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
     if zero:
         yield from _fsdp(recipe, layers, split)
         return
+    # A split backward pass sends all gradients of a rank in one call, after the schedule.
+    together = split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD
+    if split.fsdp:
+        # FSDP2 averages each layer by itself.
+        sent = [sum(map(math.prod, layer.shapes())) for layer in layers if layer.shapes()]
+        yield Traffic("data", "all_reduce", "gradients", data, len(sent), sum(sent) * F32_BYTES)
+        return
     limit = (recipe.parallel.bucket_mb or BUCKET_MB) * 2**20
     # Each table is on one rank, or cut.
     shared_out = recipe.parallel.embeddings != "replicated"
@@ -137,8 +146,6 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
         [math.prod(shape) * F32_BYTES for layer in stage for shape in layer.shapes(tables=not shared_out)]
         for stage in stages
     ]
-    # A split backward pass sends all gradients of a rank in one call, after the schedule.
-    together = split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD
     calls = 1 if together else sum(len(bucket_ends(reversed(each), limit)) for each in sizes)
     total = sum(map(sum, sizes))
     yield Traffic("data", "all_reduce", "gradients", data, calls, total)
@@ -189,7 +196,7 @@ def _rounds(layers: Sequence[Layer], data: int, diloco: DiLoCo) -> Iterator[Traf
 def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
     """Decisions and checks of the whole job, a few numbers each."""
     ranks, copy, every = split.ranks, split.pipeline * split.tensor, 1
-    fsdp = recipe.parallel.zero > 0 and split.data > 1
+    fsdp = split.fsdp
     # Under [diloco] the ranks of one site vote in every step, and all ranks once a round.
     island = ranks
     if recipe.diloco is not None:
@@ -205,7 +212,7 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traf
         yield Traffic("all", "all_reduce", "which examples cannot be read", copy, 1, examples)
     if recipe.training.precision == "f16":
         yield Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4)
-        if fsdp:
+        if recipe.parallel.zero and split.data > 1:
             # DTensor makes another one over the mesh of the first gradient.
             yield Traffic("data", "all_reduce", "whether gradients overflow", split.data, 1, 4)
     if recipe.training.clip is not None and (copy > 1 or fsdp or recipe.parallel.embeddings != "replicated"):

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from netfold.dry_run.layers import Layer, measure
+from netfold.dry_run.traffic import F32_BYTES, Traffic, computed_bytes, stages_held, traffic
+from netfold.dry_run.validate import ValidatedRecipe
 from netfold.plan.shared_rules import waiting_passes
 from netfold.plan.step.prediction import Memory
-from netfold.train.explain.layers import Layer, measure
-from netfold.train.explain.traffic import F32_BYTES, Traffic, computed_bytes, stages_held, traffic
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import DiLoCo, Recipe
 from netfold.train.recipe.split import Split
-from netfold.train.recipe.validate import ValidatedRecipe
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         precision=recipe.training.precision,
         tensor=split.tensor,
         styles=styles_of(model, recipe.parallel),
-        fsdp=recipe.parallel.zero > 0 and split.data > 1,
+        fsdp=split.fsdp,
     )
     counted = any(layer.operations for layer in layers)
     bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,16 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from netfold.plan.words import suggest
+from netfold.train.checkpoint.initial import check_initial
+from netfold.train.checkpoint.state import model_tensors
 from netfold.train.data import DATASETS, make_data
 from netfold.train.data.examples import BadExampleError, Batch, Data
 from netfold.train.models import MODELS, make_model
 from netfold.train.models.model import Model
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
+from netfold.train.parallel.device import CPU
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError, error_sentence
-from netfold.train.recipe.registry import arguments, factory
+from netfold.train.recipe.registry import factory
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
@@ -60,6 +63,9 @@ def validate_recipe(recipe: Recipe, ranks: int) -> ValidatedRecipe:
     example = None
     if data is not None:
         example = problems.collect(f"{data_is} cannot give an example: ", lambda: _example(recipe, data))
+    if model is not None and recipe.training.initial is not None:
+        tensors = model_tensors([model.module], dict(model.module.named_parameters()))
+        problems.collect("", lambda: check_initial(recipe.training, tensors))
     for check in _parallelism(recipe, model) if model is not None else ():
         problems.collect("", check)
     if model is not None and data is not None and example is not None:
@@ -125,48 +131,41 @@ def _parallelism(recipe: Recipe, model: Model) -> Iterator[Callable[[], object]]
 
 
 def _check_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> None:
-    """Raise an error unless the model accepts the data's inputs, and its loss is one number."""
+    """Raise an error unless the model accepts the data's inputs, and has losses for each sample."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # torch only warns about a target of another shape, and trains on broadcast values.
         warnings.filterwarnings("error", message="Using a target size")
-        if shape := _shape_of_loss(recipe, model, fake, data, example):
-            name = recipe.model.name
-            raise RecipeError([f"model.name {name!r} has a loss of shape {shape}; it must return the mean, one number"])
+        _try_loss(recipe, model, fake, data, example)
 
 
-def _shape_of_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[int]:
+def _try_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> None:
     if fake is not None:
-        batch = _many(data, example)
-        real = [each.cpu() for each in (*batch.inputs, batch.target)]
+        batch = _many(data, example).to(CPU)
         try:
             with fake:
-                like = [torch.empty_like(each) if each.is_floating_point() else each for each in real]
+                like = [torch.empty_like(each) if each.is_floating_point() else each for each in batch.tensors]
                 with IndexCheck(model.module):
-                    return _computed(recipe, model, like)
+                    return _compute(recipe, model, batch.like(like))
         except (ValueError, UserWarning):
             raise
         except Exception:
             # An operation that fake tensors do not support may be correct: real tensors decide.
             pass
-    return _computed(recipe, make_model(recipe.model), [*example.inputs, example.target])
+    _compute(recipe, make_model(recipe.model), example)
 
 
-def _computed(recipe: Recipe, model: Model, numbers: Sequence[Tensor]) -> list[int]:
-    """The shape of the loss of a batch (inputs, then the target).
-
-    Raises RecipeError if sequences cannot be cut as planned.
-    """
+def _compute(recipe: Recipe, model: Model, batch: Batch) -> None:
+    """Compute the losses of a batch. Raises RecipeError if sequences cannot be cut as planned."""
     with contextlib.suppress(ValueError):  # `_parallelism` reports this.
         styles = tensor.styles_of(model, recipe.parallel)
         tensor.check_sequences(model.module, styles, recipe.parallel.tensor)
-    *inputs, target = numbers
-    return list(model.loss(model.module(*inputs), target).shape)
+    model.losses(model.module(*batch.inputs, **batch.named), batch.target)
 
 
 def _many(data: Data, example: Batch) -> Batch:
     """For data with indices: a larger batch of evenly chosen examples, up to NUMBERS_TRIED numbers."""
-    numbers = sum(each[0].numel() for each in example.inputs if not each.is_floating_point())
+    numbers = sum(each[0].numel() for each in example.tensors[:-1] if not each.is_floating_point())
     if numbers == 0:
         return example
     count = len(data.train)
@@ -181,7 +180,7 @@ def _many(data: Data, example: Batch) -> Batch:
 def _differing(recipe: Recipe) -> str:
     """The options of model and data with equal names and different values, which are often the cause of an error."""
     model, data = (
-        arguments(factory(asked, known, kind))
+        factory(asked, known, kind).keywords
         for asked, known, kind in ((recipe.model, MODELS, "model"), (recipe.data, DATASETS, "data"))
     )
     both = [name for name in model if name in data and model[name] != data[name]]

@@ -10,9 +10,8 @@ from typing import Any
 from netfold import units
 from netfold.page.escape import escape, terms
 from netfold.page.table import Column, table
-from netfold.train.callbacks.metrics_file import NAME, Line, Metrics, with_unit
-from netfold.train.callbacks.run_folder import ENVIRONMENT
-from netfold.train.recipe.load import RESOLVED as RECIPE
+from netfold.runs import ENVIRONMENT, METRICS, RECIPE
+from netfold.runs.metrics import Line, Metrics, with_unit
 
 
 def history(metrics: Metrics) -> str:
@@ -26,7 +25,7 @@ def history(metrics: Metrics) -> str:
     )
     found = table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened)
     if metrics.unreadable:
-        found += f'<p class="quiet">Incomplete lines of {NAME}, not shown here: {metrics.unreadable:,}.</p>'
+        found += f'<p class="quiet">Incomplete lines of {METRICS}, not shown here: {metrics.unreadable:,}.</p>'
     found += f"<p>{metrics.cost_of_failures}</p>" if metrics.restarts else ""
     return found + (_evaluations(metrics) if metrics.evaluations else "")
 

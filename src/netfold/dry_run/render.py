@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
-from netfold.train.explain import Plan
-from netfold.train.explain.traffic import Traffic
+from netfold.dry_run.explain import Plan
+from netfold.dry_run.traffic import Traffic
 
 _AXES = ("tensor", "pipeline", "data", "all")
 
@@ -45,9 +46,11 @@ def _places(plan: Plan) -> Table:
     for place in plan.places:
         memory = place.memory
         layers = "; ".join(stage[0] if len(stage) == 1 else f"{stage[0]} .. {stage[-1]}" for stage in place.stages)
-        sizes = [size(each) for each in (memory.weights, memory.gradients, memory.optimizer)]
-        more = ["?", f"{size(memory.total)} + ?"] if plan.unknown else [size(memory.activations), size(memory.total)]
-        rows.append([_runs(place.ranks), layers, f"{place.parameters:,}", *sizes, *more])
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        *sizes, activations, total = (decimal(round(each)) for each in parts)
+        if plan.unknown:
+            activations, total = "?", f"{total} + ?"
+        rows.append([_runs(place.ranks), layers, f"{place.parameters:,}", *sizes, activations, total])
     layers = "layers" if plan.split.stages == plan.split.pipeline else "layers of each stage"
     numbers = ["parameters", "weights", "gradients", "optimizer", "activations", "total"]
     return _table("layers and memory of each rank", ["ranks", layers], numbers, rows)
@@ -67,7 +70,7 @@ def _traffic(plan: Plan) -> Table:
             _runs(ranks),
             str(each.ranks),
             str(each.calls),
-            "?" if plan.unknown and each.axis == "pipeline" else size(each.bytes),
+            "?" if plan.unknown and each.axis == "pipeline" else decimal(each.bytes),
         ]
         for each, ranks in sorted(ranks_of.items(), key=lambda row: (_AXES.index(row[0].axis), row[0].of, row[1]))
     ]
@@ -90,12 +93,3 @@ def _runs(ranks: Sequence[int]) -> str:
     numbered = enumerate(sorted(ranks))
     runs = [[rank for _, rank in run] for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def size(count: float) -> str:
-    """12 B, 3.4 kB, 56.7 MB: in powers of 1000, as for network rates."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
