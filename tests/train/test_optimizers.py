@@ -175,8 +175,9 @@ def test_settings_that_exclude_diloco_are_errors(sections: dict[str, dict[str, o
 
 
 def test_sites_divide_the_data_parallel_ranks() -> None:
-    def problems(ranks: int, **diloco: object) -> list[str]:
+    def problems(ranks: int, tensor: int = 1, **diloco: object) -> list[str]:
         whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8, "batch": 192}}
+        whole["parallel"] = {"tensor": tensor}
         with pytest.raises(RecipeError) as error:
             split(Recipe.model_validate({**whole, "diloco": {"every": 4, **diloco}}), ranks)
         return error.value.problems
@@ -186,4 +187,8 @@ def test_sites_divide_the_data_parallel_ranks() -> None:
         "diloco.sites is 4, which does not divide the 6 data-parallel ranks (parallel.data); set one of 1, 2, 3, 6"
     )
     (text,) = problems(64, wire="i8")
+    (cut,) = problems(8, tensor=2, sites=2)
+    assert cut.startswith(
+        "parallel.tensor is 2, and a site has 2 data-parallel ranks (diloco.sites): layers that are cut"
+    )
     assert text.startswith("diloco.wire is 'i8', in which numbers of at most 32 sites can be added, and there are 64")

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 from netfold.train.models.model import Replica
 from netfold.train.parallel.mesh import Mesh, in_runs, own_group
-from netfold.train.parallel.shards import as_shard, local
+from netfold.train.parallel.shards import local
 from netfold.train.recipe import DiLoCo
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class DiLoCoRounds:
         else:
             # SGD leaves out tensors without a gradient.
             for start, gradient in zip(exchange.starts, gradients, strict=True):
-                start.grad = as_shard(start, gradient)
+                start.grad = _cut_alike(start, gradient)
             self._outer.step()
             self._outer.zero_grad()
         weights = [local(self._weights[start]) for start in exchange.starts]
@@ -236,6 +237,14 @@ class _Exchange:
     done: Any
     divisor: int
     """Of the sum in `part`; 1: it is the mean."""
+
+
+def _cut_alike(tensor: Tensor, part: Tensor) -> Tensor:
+    """This rank's `part` of a tensor that is cut as `tensor`: the same memory."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def in_fragments(weights: Sequence[Tensor], count: int) -> list[list[Tensor]]:
