@@ -105,6 +105,24 @@ def test_zero_inside_runs_of_ranks_learns_the_same() -> None:
             assert losses == pytest.approx(found[0], rel=1e-5)
 
 
+def test_a_site_of_cut_layers_averages_its_gradients() -> None:
+    split: dict[str, Any] = {"data": 2, "tensor": 2}
+    for found in values(run_ranks(_sites, 4, split)):
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def _sites(rank: int, size: int, folder: str, split: dict[str, Any]) -> list[tuple[float, ...]]:
+    """The losses without rounds, and of one site, whose outer step is the identity."""
+    torch.set_num_threads(1)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    rounds = {"every": 2, "sites": 1, "lr": 1.0, "momentum": 0.0}
+    recipes = [changed(TINY_GPT, parallel=split), changed(TINY_GPT, parallel=split, diloco=rounds)]
+    try:
+        return [Trainer(Recipe.model_validate(each)).fit().losses for each in recipes]
+    finally:
+        dist.destroy_process_group()
+
+
 def _losses(rank: int, size: int, folder: str, parallels: list[dict[str, Any]]) -> list[tuple[float, ...]]:
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)

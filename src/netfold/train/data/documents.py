@@ -189,7 +189,7 @@ def _tokenizer(path: str) -> Any:
 
 def _table(path: str, columns: Sequence[str]) -> Any:
     """The rows of files, memory-mapped. Raises BadExampleError."""
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     datasets.disable_progress_bars()
     place = Path(path)
