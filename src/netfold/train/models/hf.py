@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -68,14 +67,16 @@ def hf(
         unknown = [name for name in config or {} if not hasattr(asked, name)]
         for name, value in changes.items():
             setattr(asked, name, value)
-        kept = _own_weights(path, kind, asked) if pretrained and lora is None and labels is None else None
+        module: Any = None
+        kept: Path | None = None
+        if not pretrained or (lora is None and labels is None):
+            module = kind.from_config(asked)
+            kept = _own_weights(path, module) if pretrained else None
         if pretrained and kept is None:
             # A head for another number of labels starts anew; transformers names such weights.
             module = kind.from_pretrained(
                 path, config=asked, dtype="float32", ignore_mismatched_sizes=labels is not None
             )
-        else:
-            module = kind.from_config(asked)
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path is {path!r}: {str(error).splitlines()[0]}") from error
     if unknown:
@@ -88,22 +89,17 @@ def hf(
     return Model(module, class_loss, real_items, plan, kept, blocks)
 
 
-def _own_weights(path: str, kind: Any, config: Any) -> Path | None:
+def _own_weights(path: str, module: nn.Module) -> Path | None:
     """The folder, if its safetensors have the module's names, so that each rank can read its own part of them.
 
     transformers renames the weights of some models, and makes others of several: such a model is read whole.
     """
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        return None
     from safetensors import safe_open
 
     saved: set[str] = set()
-    for file in files:
+    for file in Path(path).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             saved.update(opened.keys())
-    with torch.device("meta"):
-        module = kind.from_config(config)
     persistent = module.state_dict()
     names = {name for name, _ in module.named_parameters()}
     names |= {name for name, _ in module.named_buffers() if name in persistent}
