@@ -321,7 +321,16 @@ class FakeLayer:
         return str(self.current_device() or "not chosen")
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return getattr(self._own, "stream", self._default)
+        stream: FakeStream = getattr(self._own, "stream", self._default)
+        if stream.device != device:
+            # Each device has a default stream of its own.
+            stream = next((each for each in self._streams if each.name == f"default of {device}"), None) or FakeStream(
+                self, f"default of {device}"
+            )
+            stream.device = device
+            if stream not in self._streams:
+                self._streams.append(stream)
+        return stream
 
     def captures(self) -> bool:
         self.check_device("cudaStreamIsCapturing")
