@@ -44,7 +44,7 @@ def test_a_chain_names_the_splits_it_lacks() -> None:
 @pytest.mark.torch
 def test_a_recipe_becomes_a_model_and_a_job() -> None:
     model, said = recipe_model(RECIPES / "gpt.toml", ("training.batch=64",))
-    assert isinstance(model, Chain) and model.parameters == 867_072
+    assert isinstance(model, Chain) and model.parameters == 4_240_896
     assert said["job"]["batch"] == 64 and said["job"]["optimizer"] == "adam" and said["job"]["gpus"] == 2
     assert sum(link.kept for link in model.links) > 0 and model.flops > 0
 
@@ -52,9 +52,9 @@ def test_a_recipe_becomes_a_model_and_a_job() -> None:
 @pytest.mark.torch
 def test_an_invalid_recipe_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text((RECIPES / "gpt.toml").read_text().replace("batch = 32", "batsh = 32"))
+    file.write_text((RECIPES / "gpt.toml").read_text().replace("batch = 16", "batsh = 16"))
     result = CliRunner().invoke(app, ["plan", "--recipe", str(file), "--cluster", "dgx-a100"])
-    assert result.exit_code == 2 and "did you mean batch?" in result.output and "mine.toml:13" in result.output
+    assert result.exit_code == 2 and "did you mean batch?" in result.output and "mine.toml:16" in result.output
 
 
 def test_a_recipe_beside_a_model_is_refused() -> None:
