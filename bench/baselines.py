@@ -51,7 +51,7 @@ def read(examples: Examples) -> Iterator[tuple[list[Tensor], Tensor]]:
     for first in range(0, len(examples), 512):
         numbers = list(range(first, min(first + 512, len(examples))))
         batch = examples.batch(numbers, numbers)
-        yield list(batch.inputs), batch.target
+        yield list(batch.tensors[:-1]), batch.target
 
 
 def whole(examples: Examples) -> tuple[list[NDArray[Any]], NDArray[Any]]:

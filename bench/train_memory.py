@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from netfold.train.data import make_data
 RANKS = (1, 2, 4)
 MODEL: dict[str, Any] = {"name": "gpt", "width": 256, "heads": 4, "layers": 6, "context": 16}
 TINY = {**MODEL, "width": 16, "layers": 1}
+GPT2_RANKS = 4
 RECIPE: dict[str, Any] = {
     "data": {"name": "source", "context": 16},
     "training": {"steps": 3, "batch": 4, "precision": "bf16"},
@@ -95,8 +97,10 @@ def train(me: Rank) -> None:
     """A rank. An order trains a model: parameters; bytes per parameter after a step, after a forward pass, grown by."""
     from timed_model import few_held_out
 
-    def run(model: dict[str, Any], zero: int) -> tuple[int, float, float, float]:
-        recipe = Recipe.model_validate({**RECIPE, "model": model, "parallel": {"data": me.size, "zero": zero}})
+    def run(model: dict[str, Any], zero: int, precision: str = "bf16") -> tuple[int, float, float, float]:
+        training = {**RECIPE["training"], "precision": precision}
+        parallel = {"data": me.size, "zero": zero}
+        recipe = Recipe.model_validate({**RECIPE, "model": model, "training": training, "parallel": parallel})
         callback = Held()
         data = few_held_out(make_data(recipe.data), recipe.training.batch)
         trainer = Trainer(recipe, data=data, callbacks=[callback])
@@ -109,6 +113,23 @@ def train(me: Rank) -> None:
 
     with me.torch_group():
         me.serve(run)
+
+
+def of_gpt2() -> list[list[Any]]:
+    """GPT-2 of transformers, with random weights, in f32: a row for ZeRO 0 and 3."""
+    from transformers import GPT2Config
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        GPT2Config().save_pretrained(folder)
+        model = {"name": "hf", "path": folder, "pretrained": False}
+        for zero, share in ((0, 16.0), (3, 16.0 / GPT2_RANKS)):
+            with driver.ranks_at(Place(GPT2_RANKS), train) as ranks:
+                ranks.ask(TINY, zero)
+                parameters, after, _, grown = max(ranks.ask(model, zero, "f32"), key=lambda found: found[1])
+            rows.append([zero, f"{share * parameters / 1e6:.0f}", f"{after * parameters / 1e6:.0f}",
+                         f"{after / share - 1:+.1%}", f"{grown * parameters / 1e6:.0f}"])  # fmt: skip
+    return rows
 
 
 def train_memory() -> str:
@@ -125,12 +146,13 @@ def train_memory() -> str:
             paper = f"{formula} = {expected(size):.2f}"
             rows.append([size, zero, paper, f"{after:.2f}", f"{forward:.2f}", f"{grown:.1f}"])
     least, most = min(above), max(above)
+    gpt2 = of_gpt2()
     return f"""Bytes a parameter, GPT of {parameters / 1e6:.2f} million parameters, bf16, AdamW; the rank that holds
 most. The first lines of the script say what is counted. Load does not change what is counted.
 
 {driver.table("ranks d | ZeRO | paper | after a step | end of forward | process grew by", rows)}
 
-ZeRO 0 holds f32 weights, gradients and moments, and from the forward to the backward pass a bf16 copy of the weights.
+ZeRO 0 holds f32 weights, gradients and moments. From the forward to the backward pass there are autocast's bf16 copies.
 
 ZeRO 1 and 2 are not the paper's: FSDP2 has no bf16 weights beside f32 ones. Of its rows a rank holds 4 bytes of weight,
 4 of gradient (reduced in bf16, kept in f32) and 8 of moments: 16/d between steps, with ZeRO 1 and 2 as with 3. The
@@ -140,7 +162,13 @@ backward pass each layer's gathered weights go as its gradients come: a rank nev
 layer's whole gradients. ZeRO 3 has one layer gathered at a time, and none at the end of the forward pass: 12/d.
 
 The processes grew by {least:.1f} to {most:.1f} bytes per parameter more than was counted, some
-{least * parameters / 1e6:.0f} to {most * parameters / 1e6:.0f} MB: activations, the engine's and FSDP2's buffers."""
+{least * parameters / 1e6:.0f} to {most * parameters / 1e6:.0f} MB: activations, the engine's and FSDP2's buffers.
+
+GPT-2 of transformers (12 layers of 768, 124 million parameters), f32, AdamW, {GPT2_RANKS} ranks, samples of 16
+tokens; MB a rank. The formula: 16 bytes a parameter for weight, gradient and moments, over the ranks that divide them.
+
+{driver.table("ZeRO | formula | counted after a step | off by | process grew by", gpt2)}
+"""
 
 
 if __name__ == "__main__":
