@@ -183,7 +183,7 @@ class Trainer:
         if self.recovery is None or self.recovery.begin() is None:
             raise ValueError("there is no checkpoint to evaluate in the run's folder")
         share = self.batch // self.mesh.data.size
-        with self.update.averages_in_place():
+        with self.update.common(), self.update.averages_in_place():
             if predictions is not None:
                 predict(self.replica, self.data, self.mesh, share, predictions)
             return evaluate(self.replica, self.model, self.data, self.mesh, share)
