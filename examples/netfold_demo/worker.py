@@ -107,7 +107,7 @@ def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tu
             group["lr"] = learning_rate(training, step)
         low, truth = batch(training, pairs, step, indices)
         optimizer.zero_grad()
-        loss = asked.loss(replica(low.contiguous(memory_format=torch.channels_last)), truth)
+        loss = asked.losses(replica(low.contiguous(memory_format=torch.channels_last)), truth).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
