@@ -31,6 +31,8 @@ VOCABULARY = 300
 def offline() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
+        # Read when it was imported, perhaps by another test.
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         yield
 
 
