@@ -39,7 +39,7 @@ def default_bytes(ranks: int) -> int:
 class Slots:
     """A group's slots: `SLOTS` buffers of pinned host memory.
 
-    Where ranks share a host's memory, the slots are in shared memory that is registered with the device. So collectives
+    The slots of ranks on one host are in shared memory that is registered with the device. So collectives
     read and write the slots of other ranks in place, and copy nothing. CUDA pins no memory of its own that other
     processes can map.
     """

@@ -228,7 +228,7 @@ def _windows(path: str, tokens: Any, column: str, context: int) -> Any:
 
 
 def _once(rows: Any, change: Any) -> Any:
-    """`change` applied to batches of rows: by one rank of a host, and by the others from its cache."""
+    """Apply `change` to batches of rows. One rank of a host computes; the other ranks read its cache."""
     with _lock():
         return rows.map(
             change, batched=True, batch_size=_ROWS, remove_columns=rows.column_names, load_from_cache_file=True
