@@ -30,9 +30,10 @@ from torch.nn import functional
 from netfold.train import Recipe
 from netfold.train.data import make_data
 from netfold.train.data.examples import Data, Examples
-from netfold.train.data.resolution import psnr
-from netfold.train.data.text import IGNORE_INDEX, MASK, source_parts
+from netfold.train.models.model import IGNORED
 from netfold.train.recipe.load import load
+from netfold.zoo.data.resolution import psnr
+from netfold.zoo.data.text import MASK, source_parts
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.toml"))
 KEPT = driver.RESULTS / "baselines.json"
@@ -230,7 +231,7 @@ def filled_in(data: Data) -> Value:
     shares = []
     for inputs, target in read(data.held_out):
         for window, due in zip(inputs[0].numpy(), target.numpy(), strict=True):
-            places = np.flatnonzero(due != IGNORE_INDEX)
+            places = np.flatnonzero(due != IGNORED)
             right = 0
             for place in places:
                 score = -alone

@@ -137,7 +137,7 @@ def train(me: Rank) -> None:
     import torch.distributed as dist
 
     from netfold.communicator.group import KINDS
-    from netfold.train.models.edsr import large
+    from netfold.zoo.models.edsr import large
 
     torch.manual_seed(0)
     network = large().module

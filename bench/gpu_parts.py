@@ -65,7 +65,7 @@ def train(me: Rank, kind: str) -> None:
     """A rank on a GPU of its own where possible. An order: the seconds of a step, or why there are none."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from netfold.train.models import edsr, resnet
+    from netfold.zoo.models import edsr, resnet
 
     made: dict[str, Any] = {
         "ResNet-50": lambda: resnet.resnet50(classes=1000),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from netfold.train.data.sampler import Sampler
-from netfold.train.data.super_resolution import Pair, crops
+from netfold.zoo.data.super_resolution import Pair, crops
 from netfold_demo.settings import SCALE, Training
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from netfold.rack.processes import exit_on_signals
-from netfold.train.data.resolution import bicubic, psnr, to_8_bits
-from netfold.train.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
-from netfold.train.models.edsr import edsr
+from netfold.zoo.data.resolution import bicubic, psnr, to_8_bits
+from netfold.zoo.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
+from netfold.zoo.models.edsr import edsr
 from netfold_demo import launch
 from netfold_demo.agreement import Agreement, compare
 from netfold_demo.batches import batch

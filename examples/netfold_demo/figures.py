@@ -12,7 +12,7 @@ from torch import Tensor
 
 from netfold import units
 from netfold.page.chart import Axis, Chart
-from netfold.train.data.resolution import psnr
+from netfold.zoo.data.resolution import psnr
 from netfold_demo.agreement import Agreement
 from netfold_demo.experiment import Experiment, HeldOut
 from netfold_demo.settings import SCALE

@@ -14,7 +14,7 @@ from netfold.bench.machine import describe_machine, describe_versions
 from netfold.page.escape import escape, items, terms
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
-from netfold.train.data.super_resolution import HELD_OUT, TRAINING
+from netfold.zoo.data.super_resolution import HELD_OUT, TRAINING
 from netfold_demo import figures
 from netfold_demo.agreement import ALLOWED_RATIO
 from netfold_demo.experiment import Experiment, HeldOut

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from netfold.train.data.resolution import PSNR_BORDER_PIXELS
-from netfold.train.data.super_resolution import HELD_OUT
+from netfold.zoo.data.resolution import PSNR_BORDER_PIXELS
+from netfold.zoo.data.super_resolution import HELD_OUT
 from netfold_demo.experiment import Experiment, Outcome
 from netfold_demo.settings import SCALE, Training
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train.data.super_resolution import TRAINING, Pair, photograph
-from netfold.train.models.edsr import edsr
+from netfold.zoo.data.super_resolution import TRAINING, Pair, photograph
+from netfold.zoo.models.edsr import edsr
 from netfold_demo.batches import batch, share
 from netfold_demo.clock import CollectiveClock
 from netfold_demo.settings import SCALE, Job, Run, Training

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from netfold.train.data.super_resolution import Pair
+from netfold.zoo.data.super_resolution import Pair
 from netfold_demo.batches import batch, share
 from netfold_demo.settings import Job, Run, Training, permuted_orders, straight
 

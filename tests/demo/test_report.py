@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from netfold.train.data.resolution import bicubic, psnr, smaller, to_8_bits
-from netfold.train.data.super_resolution import Pair
+from netfold.zoo.data.resolution import bicubic, psnr, smaller, to_8_bits
+from netfold.zoo.data.super_resolution import Pair
 from netfold_demo import figures, report
 from netfold_demo.agreement import compare
 from netfold_demo.experiment import Experiment, HeldOut, Outcome

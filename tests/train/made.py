@@ -14,8 +14,9 @@ import torch
 from skimage.io import imsave
 
 from netfold.train import Batch, Data
-from netfold.train.data import make_data, text
+from netfold.train.data import make_data
 from netfold.train.recipe import Factory
+from netfold.zoo.data import text
 
 # No supported file format begins with these bytes.
 GARBAGE = b"this is no picture, no table and no archive"

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train import Chain
-from netfold.train.data.resolution import bicubic
 from netfold.train.models import make_model
-from netfold.train.models.linear import class_loss
 from netfold.train.recipe import Factory
+from netfold.zoo.data.resolution import bicubic
+from netfold.zoo.models.linear import class_loss
 
 BERT_BASE = {"vocabulary": 30522, "context": 512, "width": 768, "heads": 12, "layers": 12}
 GPT2_SMALL = {"vocabulary": 50257, "context": 1024, "width": 768, "heads": 12, "layers": 12}

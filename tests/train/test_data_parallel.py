@@ -232,13 +232,13 @@ def batch_normed(precision: str, zero: int, accumulate: int = 1) -> Table:
 
 
 def source(context: int) -> Any:
-    from netfold.train.data import text
+    from netfold.zoo.data import text
 
     return briefly(text.source(context))
 
 
 def photos() -> Any:
-    from netfold.train.data import super_resolution
+    from netfold.zoo.data import super_resolution
 
     return briefly(super_resolution.photos(patch=12))
 

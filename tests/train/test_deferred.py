@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from netfold.train import Model
 from netfold.train.models import make_model
 from netfold.train.models.deferred import Deferred, materialise, materialised, record
-from netfold.train.models.linear import class_loss
 from netfold.train.recipe import Factory
+from netfold.zoo.models.linear import class_loss
 
 OURS: list[dict[str, Any]] = [
     {"name": "gpt", "width": 16, "layers": 2, "context": 8},

@@ -10,10 +10,10 @@ from made import data, equal, fashion
 from torch import Tensor
 from training import Table, changed, trained
 
-from netfold.train.data.diffusion import Noisy, Wiener, kept, remove_noise, sheet, squared_error
 from netfold.train.models import make_model
-from netfold.train.models.dit import sample
 from netfold.train.recipe import Factory
+from netfold.zoo.data.diffusion import Noisy, Wiener, kept, remove_noise, sheet, squared_error
+from netfold.zoo.models.dit import sample
 
 TINY: Table = {"name": "dit", "patch": 14, "width": 16, "heads": 2, "layers": 2, "mlp": 2}
 

@@ -12,7 +12,7 @@ import pytest
 import netfold
 
 ROOT = Path(netfold.__file__).parent
-PACKAGES = ("runs", "train", "dry_run")
+PACKAGES = ("runs", "train", "zoo", "dry_run")
 
 pytestmark = pytest.mark.torch
 

@@ -193,14 +193,14 @@ def _counts() -> dict[str, Any]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     from netfold.train.models import make_model
-    from netfold.train.parallel.embeddings import shard_embeddings
+    from netfold.train.parallel.owned import divide_owned
     from netfold.train.parallel.mesh import Mesh
 
     found = {}
     for kind in ("table_wise", "row_wise"):
         recipe = _recipe(kind)
         model = make_model(recipe.model)
-        shard_embeddings(model, recipe, Mesh(recipe.parallel))
+        divide_owned(model, recipe, Mesh(recipe.parallel))
         with CommDebugMode() as forward:
             loss = model.module(torch.zeros(4, 2), torch.zeros(4, len(ROWS), dtype=torch.long)).sum()
         with CommDebugMode() as backward:
@@ -245,14 +245,14 @@ def _refused() -> dict[str, str]:
     import torch
 
     from netfold.train.models import make_model
-    from netfold.train.models.linear import linear_stack
-    from netfold.train.parallel.embeddings import shard_embeddings
+    from netfold.train.parallel.owned import divide_owned
     from netfold.train.parallel.mesh import Mesh
+    from netfold.zoo.models.linear import linear_stack
 
     def refused(recipe: Any, model: Any = None) -> str:
         model = model or make_model(recipe.model)
         with pytest.raises(ValueError) as caught:
-            shard_embeddings(model, recipe, Mesh(recipe.parallel))
+            divide_owned(model, recipe, Mesh(recipe.parallel))
             model.module(torch.zeros(2, 2), torch.tensor([[0] * len(ROWS), [0, 3, 0]]))
         return str(caught.value)
 

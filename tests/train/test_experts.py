@@ -89,7 +89,7 @@ def test_experts_compute_in_the_type_of_the_recipe(found: list[dict[str, Any]]) 
 def test_a_token_is_computed_by_its_experts_in_proportion() -> None:
     import torch
 
-    from netfold.train.models.moe import MoeBlock
+    from netfold.zoo.models.moe import MoeBlock
 
     torch.manual_seed(0)
     block = MoeBlock(8, 2, 16, experts=3, top=2).double()
@@ -138,7 +138,7 @@ def test_the_loss_has_the_penalty_and_a_cross_entropy_does_not() -> None:
 def test_the_penalty_spreads_tokens_over_experts() -> None:
     import torch
 
-    from netfold.train.models.moe import Router
+    from netfold.zoo.models.moe import Router
 
     torch.manual_seed(0)
     router, x = Router(8, 4, 1), torch.randn(1, 256, 8) + 2.0
@@ -174,7 +174,7 @@ def test_the_penalty_spreads_tokens_over_experts() -> None:
 )
 def test_recipes_that_cannot_divide_experts_are_an_error(keys: Table, said: str) -> None:
     from netfold.train.models import make_model
-    from netfold.train.parallel.experts import experts_to_shard
+    from netfold.train.parallel.owned import owned_modules
     from netfold.train.parallel.tensor import styles_of
     from netfold.train.recipe import Recipe
 
@@ -183,7 +183,7 @@ def test_recipes_that_cannot_divide_experts_are_an_error(keys: Table, said: str)
     with pytest.raises(ValueError) as caught:
         recipe = Recipe.model_validate(table)
         model = make_model(recipe.model)
-        experts_to_shard(model, recipe)
+        owned_modules(model, recipe)
         styles_of(model, recipe.parallel)
     assert said in str(caught.value)
 
@@ -278,12 +278,12 @@ def _counted() -> dict[str, Any]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     from netfold.train.models import make_model
-    from netfold.train.parallel.experts import shard_experts
+    from netfold.train.parallel.owned import divide_owned
     from netfold.train.parallel.mesh import Mesh
 
     recipe = _recipe(SHARDED, {})
     model = make_model(recipe.model)
-    shard_experts(model, recipe, Mesh(recipe.parallel))
+    divide_owned(model, recipe, Mesh(recipe.parallel))
     with CommDebugMode() as forward:
         loss = model.module(torch.zeros(1, CONTEXT, dtype=torch.long)).sum()
     with CommDebugMode() as backward:
@@ -315,7 +315,7 @@ def _by_recipe() -> dict[str, Any]:
 
 def _lowered() -> dict[str, Any]:
     from netfold.train import Trainer
-    from netfold.train.models.moe import Router
+    from netfold.zoo.models.moe import Router
 
     losses, kinds = [], []
     for parallel in ({}, SHARDED, {**SHARDED, "zero": 2}):

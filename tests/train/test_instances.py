@@ -10,10 +10,10 @@ import torch
 from made import data, equal
 from torch import Tensor, nn
 
-from netfold.train.data.instances import overlap, packed, real_objects
 from netfold.train.models import make_model
-from netfold.train.models.mask_rcnn import Padded, loss
 from netfold.train.recipe import Factory
+from netfold.zoo.data.instances import overlap, packed, real_objects
+from netfold.zoo.models.mask_rcnn import Padded, loss
 
 
 @pytest.mark.parametrize("name, options", [("shapes", {"size": 48, "held_out": 20}), ("coins", {"size": 96})])
@@ -36,7 +36,7 @@ def test_objects_have_their_boxes_and_masks_and_come_from_the_seed(name: str, op
 
 
 def test_the_coins_are_24_and_held_out_squares_are_right_of_the_training_squares() -> None:
-    from netfold.train.data.instances import _coins
+    from netfold.zoo.data.instances import _coins
 
     grey, numbers = _coins()
     assert numbers.max() == 24 and np.bincount(numbers.flatten())[1:].min() > 1000
@@ -148,6 +148,6 @@ def test_torchvisions_network_trains_and_detects() -> None:
 
 
 def test_a_missing_torchvision_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("netfold.train.models.mask_rcnn.find_spec", lambda name: None)
+    monkeypatch.setattr("netfold.zoo.models.mask_rcnn.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs torchvision, not installed here: pip install torchvision"):
         make_model(Factory(name="mask-rcnn"))

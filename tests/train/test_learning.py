@@ -10,10 +10,9 @@ import pytest
 from training import changed, trained
 
 from netfold.train import Recipe
-from netfold.train.data import DATASETS
-from netfold.train.models import MODELS
 from netfold.train.recipe.registry import factory
 from netfold.train.recipe.split import ranks_asked
+from netfold.zoo import DATASETS, MODELS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -13,10 +13,10 @@ from made import everything
 from ranks import run_ranks, values
 from torch.nn import functional
 
-from netfold.train.data.super_resolution import Pair, mosaic
+from netfold.zoo.data.super_resolution import Pair, mosaic
 
 EDSR: dict[str, Any] = {
-    "model": {"name": "netfold.train.models.edsr:edsr", "features": 4, "blocks": 1},
+    "model": {"name": "netfold.zoo.models.edsr:edsr", "features": 4, "blocks": 1},
     "data": {"name": "photos", "patch": 24},
     "training": {"steps": 12, "batch": 16, "evaluate_every": 6},
     "optimizer": {"name": "adam", "lr": 1e-3},

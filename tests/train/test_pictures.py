@@ -14,9 +14,9 @@ from made import GARBAGE, class_folders, data, div2k, everything, fashion, idx, 
 from skimage.io import imsave
 
 from netfold.train import BadExampleError
-from netfold.train.data import super_resolution
-from netfold.train.data.classes import read_idx
-from netfold.train.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
+from netfold.zoo.data import super_resolution
+from netfold.zoo.data.classes import read_idx
+from netfold.zoo.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
 
 
 @pytest.fixture(scope="module")

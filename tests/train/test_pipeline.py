@@ -65,8 +65,8 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
     from torch.nn import functional
 
     from netfold.train import Batch, Chain, Model
-    from netfold.train.models.edsr import edsr
-    from netfold.train.models.transformer import gpt
+    from netfold.zoo.models.edsr import edsr
+    from netfold.zoo.models.transformer import gpt
 
     class First(nn.Module):
         """Return a view that is not contiguous, and pass integers on."""
@@ -349,8 +349,8 @@ def failed_on_one_stage(rank: int) -> tuple[str, float]:
     from torch import nn
 
     from netfold.train import Chain, Model, Recipe, Trainer
-    from netfold.train.models.linear import class_loss
-    from netfold.train.models.transformer import gpt
+    from netfold.zoo.models.linear import class_loss
+    from netfold.zoo.models.transformer import gpt
 
     class Breaks(nn.Module):
         def __init__(self) -> None:

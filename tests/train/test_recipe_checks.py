@@ -152,7 +152,7 @@ def test_a_model_and_data_that_do_not_fit_are_an_error(
 def test_data_whose_package_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pandas", None)
-        without.delitem(sys.modules, "netfold.train.data.table", raising=False)
+        without.delitem(sys.modules, "netfold.zoo.data.table", raising=False)
         (told,) = said(data={"name": "flights"})
     assert told == "data.name is 'flights': the package pandas is not installed: pip install 'netfold[train]'"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from netfold.train.data.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
+from netfold.zoo.data.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
 
 
 def _ramp(height: int, width: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from made import COLUMNS, ROWS, data, everything, table
 
 from netfold.train import BadExampleError
-from netfold.train.data import table as flights
+from netfold.zoo.data import table as flights
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])

@@ -141,12 +141,12 @@ def _counts() -> dict[str, Any]:
     from torch import nn
     from torch.distributed.tensor import Replicate, Shard
 
-    from netfold.train.models.linear import dense, linear_stack, stack_plan
     from netfold.train.models.model import Chain, Model
-    from netfold.train.models.transformer import gpt
     from netfold.train.parallel.mesh import Mesh
     from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
+    from netfold.zoo.models.linear import dense, linear_stack, stack_plan
+    from netfold.zoo.models.transformer import gpt
 
     found: dict[str, Any] = {}
     mesh = Mesh(Parallel(tensor=4))
@@ -238,9 +238,9 @@ def _learnt() -> dict[str, Any]:
     import torch
 
     from netfold.train import Batch, Recipe
-    from netfold.train.models.linear import linear_stack
-    from netfold.train.models.transformer import gpt
     from netfold.train.parallel.mesh import Mesh
+    from netfold.zoo.models.linear import linear_stack
+    from netfold.zoo.models.transformer import gpt
 
     torch.manual_seed(7)
     batches = {
@@ -346,12 +346,12 @@ def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def _refused() -> dict[str, str]:
     import torch
 
-    from netfold.train.models.linear import linear_stack
     from netfold.train.models.model import Model
-    from netfold.train.models.transformer import gpt
     from netfold.train.parallel.mesh import Mesh
     from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
+    from netfold.zoo.models.linear import linear_stack
+    from netfold.zoo.models.transformer import gpt
 
     mesh = Mesh(Parallel(tensor=4))
 

@@ -12,7 +12,8 @@ import torch
 from made import data, everything, python
 
 from netfold.train import BadExampleError
-from netfold.train.data import text
+from netfold.train.models.model import IGNORED
+from netfold.zoo.data import text
 
 
 def test_held_out_source_files_are_whole_and_in_no_training_text(
@@ -100,7 +101,7 @@ def test_every_example_has_the_same_number_of_masks_at_random_places(
     python(tmp_path, monkeypatch)
     masked, plain = data("masked-source", context=20, masked=0.15), data("source", context=20)
     batch, whole = masked.train.batch(range(50), range(100, 150)), plain.train.batch(range(50), range(50))
-    asked = batch.target != text.IGNORE_INDEX
+    asked = batch.target != IGNORED
     assert asked.sum(1).tolist() == [3] * 50 and torch.equal(asked, batch.inputs[0] == text.MASK)
     assert torch.equal(torch.where(asked, batch.target, batch.inputs[0]), whole.inputs[0])
     assert len({tuple(row.nonzero().flatten().tolist()) for row in asked}) > 40

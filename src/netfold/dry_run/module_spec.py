@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from netfold.plan.words import suggest
-from netfold.train.models import MODELS
 from netfold.train.recipe import Factory
 from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.registry import factory
+from netfold.zoo import MODELS
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
 # Between two options, and not inside a list.

@@ -21,18 +21,20 @@ from torch.utils._pytree import tree_leaves
 from netfold.plan.words import suggest
 from netfold.train.checkpoint.initial import check_initial
 from netfold.train.checkpoint.state import model_tensors
-from netfold.train.data import DATASETS, make_data
+from netfold.train.data import make_data
 from netfold.train.data.examples import BadExampleError, Batch, Data
-from netfold.train.models import MODELS, make_model
+from netfold.train.models import make_model
 from netfold.train.models.model import Model
-from netfold.train.parallel import embeddings, experts, tensor
+from netfold.train.parallel import tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.device import CPU
+from netfold.train.parallel.owned import owned_modules
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError, error_sentence
 from netfold.train.recipe.registry import factory
 from netfold.train.recipe.split import Split, split
+from netfold.zoo import DATASETS, MODELS
 
 Made = TypeVar("Made")
 EXAMPLES_TRIED = 8
@@ -121,8 +123,7 @@ def _example(recipe: Recipe, data: Data) -> Batch:
 def _parallelism(recipe: Recipe, model: Model) -> Iterator[Callable[[], object]]:
     """Checks that raise ValueError if a kind of parallelism cannot be applied to the model."""
     parallel = recipe.parallel
-    yield lambda: embeddings.embeddings_to_shard(model, recipe)
-    yield lambda: experts.experts_to_shard(model, recipe)
+    yield lambda: owned_modules(model, recipe)
     if parallel.tensor > 1:
         yield lambda: tensor.styles_of(model, parallel)
     if parallel.pipeline > 1:

@@ -1,4 +1,4 @@
-"""Models by name. A new model needs a file and a line here."""
+"""The interface of a model, and its making by name: `netfold.zoo` has the names."""
 
 from __future__ import annotations
 
@@ -6,26 +6,7 @@ from torch import nn
 
 from netfold.train.models.model import Model
 from netfold.train.recipe import Factory
-from netfold.train.recipe.registry import factory
-
-MODELS = {
-    "bert": "netfold.train.models.transformer:bert",
-    "bert-classes": "netfold.train.models.transformer:bert_classes",
-    "dit": "netfold.train.models.dit:dit",
-    "dlrm": "netfold.train.models.dlrm:dlrm",
-    "edsr": "netfold.train.models.edsr:edsr",
-    "edsr-baseline": "netfold.train.models.edsr:baseline",
-    "edsr-large": "netfold.train.models.edsr:large",
-    "edsr-paper": "netfold.train.models.edsr:paper",
-    "edsr-paper-large": "netfold.train.models.edsr:paper_large",
-    "gpt": "netfold.train.models.transformer:gpt",
-    "gpt-moe": "netfold.train.models.moe:gpt_moe",
-    "hf": "netfold.train.models.hf:hf",
-    "linear-stack": "netfold.train.models.linear:linear_stack",
-    "mask-rcnn": "netfold.train.models.mask_rcnn:mask_rcnn",
-    "resnet18": "netfold.train.models.resnet:resnet18",
-    "resnet50": "netfold.train.models.resnet:resnet50",
-}
+from netfold.train.recipe.registry import factory, known
 
 
 def make_model(asked: Factory) -> Model:
@@ -35,7 +16,7 @@ def make_model(asked: Factory) -> Model:
     """
     if asked.name.startswith("hf:"):
         asked = Factory.model_validate({**asked.options, "name": "hf", "path": asked.name.removeprefix("hf:")})
-    made = factory(asked, MODELS, "model")()
+    made = factory(asked, known("MODELS"), "model")()
     if isinstance(made, Model):
         return made
     kind = "a module without a loss" if isinstance(made, nn.Module) else type(made).__name__

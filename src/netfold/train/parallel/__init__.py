@@ -1,6 +1,6 @@
 """Turn a whole model into this rank's part of it. One file a kind of parallelism; this module fixes their order.
 
-`tensor`, `embeddings` and `experts` cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how
+`tensor` and `owned` (embedding tables, experts) cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how
 the ranks that hold the same layers divide the work.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from netfold.train.data.examples import Batch, Examples
 from netfold.train.models.deferred import Deferred
 from netfold.train.models.model import Model, Replica, at_least_f32, blocks_of
-from netfold.train.parallel import embeddings, experts, tensor
+from netfold.train.parallel import tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.blocks import compile_blocks, recompute
 from netfold.train.parallel.data_parallel import (
@@ -26,6 +26,7 @@ from netfold.train.parallel.data_parallel import (
 )
 from netfold.train.parallel.mean_loss import MeanLoss
 from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.owned import divide_owned
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.precision import Precision
@@ -44,8 +45,7 @@ def parallelise(
     if recipe.parallel.batch_norm > 1:
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     tensor.cut(model, recipe.parallel, mesh)
-    embeddings.shard_embeddings(model, recipe, mesh)
-    experts.shard_experts(model, recipe, mesh)
+    divide_owned(model, recipe, mesh)
     plan = Plan(model, recipe, mesh, examples, deferred) if mesh.pipeline.size > 1 else None
     blocks = list(blocks_of(model).values()) or [model.module]
     if recipe.training.recompute != "none":

@@ -1,5 +1,4 @@
-"""Experts divided among the data-parallel ranks (Lepikhin et al. 2020, GShard); the layers around them stay
-data-parallel.
+"""Experts, which can be divided among the data-parallel ranks (Lepikhin et al. 2020, GShard).
 
 Each rank owns a run of the experts. Forward: an all_to_all of the numbers of tokens, an all_to_all of the tokens to the
 owners of their experts, and an all_to_all of the results. Backward: an all_to_all of the results' gradients, and an
@@ -13,106 +12,47 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single
 
-from netfold.train.models.model import Model
 from netfold.train.parallel.mesh import Mesh
 from netfold.train.parallel.owned import Owned
-from netfold.train.recipe import Recipe
 
 
-class Experts(nn.Module):
+class Experts(Owned):
     """Modules by number: (tokens [t, width], numbers int64 [t] of their experts) -> [t, width].
 
     experts: each maps [any, width] to [any, width], each row by itself. Every expert runs in each pass, if need be on 0
-    tokens, so that all parameters have gradients. `parallel.experts` divides every such module inside a model.
+    tokens, so that all parameters have gradients. Divided, each rank has a run of the experts, in the order of ranks.
+    The runs differ by one expert at most; with more ranks than experts, some ranks have none. Ranks may have different
+    numbers of tokens.
     """
+
+    key = "experts"
 
     def __init__(self, experts: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.experts = nn.ModuleDict(experts)
+        self._held = [len(experts)]
+
+    def divide(self, mesh: Mesh, how: str) -> None:
+        names, ranks = list(self.experts), mesh.data.size
+        bounds = [rank * len(names) // ranks for rank in range(ranks + 1)]
+        self._held = [end - first for first, end in itertools.pairwise(bounds)]
+        for name in (*names[: bounds[mesh.data.rank]], *names[bounds[mesh.data.rank + 1] :]):
+            del self.experts[name]
 
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        if self.axis is not None:
+            return self.exchange(tokens, chosen, self._held, self._computed)
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(self.experts)).tolist()
-        parts = zip(self.experts.values(), torch.split(tokens[order], counts), strict=True)
-        return torch.cat([expert(part) for expert, part in parts])[order.argsort()]
+        return self._computed(tokens[order], counts)[order.argsort()]
 
-
-def shard_experts(model: Model, recipe: Recipe, mesh: Mesh) -> None:
-    """Replace every `Experts` in `model` by this rank's part, as `parallel.experts` says; no communication.
-
-    With one data-parallel rank nothing changes. Raises ValueError if the model has none.
-    """
-    paths = experts_to_shard(model, recipe)
-    if mesh.data.size == 1:
-        return
-    for path in paths:
-        whole = model.module.get_submodule(path)
-        assert isinstance(whole, Experts)
-        model.module.set_submodule(path, ShardedExperts(whole, mesh))
-
-
-def experts_to_shard(model: Model, recipe: Recipe) -> list[str]:
-    """The paths of the modules that `parallel.experts` divides. Raises ValueError if there is none."""
-    if recipe.parallel.experts == "replicated":
-        return []
-    paths = [path for path, module in model.module.named_modules() if isinstance(module, Experts)]
-    if not paths:
-        raise ValueError(
-            'parallel.experts = "sharded": the model has no experts (Experts), as gpt-moe has; use experts = '
-            '"replicated"'
-        )
-    return paths
-
-
-class ShardedExperts(Owned):
-    """This rank's part of `Experts`, with the same names: a run of the experts, in the order of ranks.
-
-    The runs differ by one expert at most; with more ranks than experts, some ranks have none. Collective over the data
-    axis. Ranks may have different numbers of tokens.
-    """
-
-    def __init__(self, whole: Experts, mesh: Mesh) -> None:
-        super().__init__()
-        axis, names = mesh.data, list(whole.experts)
-        bounds = [rank * len(names) // axis.size for rank in range(axis.size + 1)]
-        self._axis = axis
-        # The number of experts of each rank.
-        self._runs = [end - first for first, end in itertools.pairwise(bounds)]
-        held = names[bounds[axis.rank] : bounds[axis.rank + 1]]
-        self.experts = nn.ModuleDict({name: whole.experts[name] for name in held})
-
-    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """As `Experts`."""
-        group, held = self._axis.group, len(self.experts)
-        order = chosen.argsort(stable=True)
-        leaving = chosen.bincount(minlength=sum(self._runs))
-        # Of each rank, the numbers of tokens for each of this rank's experts: [ranks, held].
-        arriving = all_to_all_single(leaving, [held] * self._axis.size, self._runs, group).view(self._axis.size, held)
-        out, back = [int(part.sum()) for part in torch.split(leaving, self._runs)], arriving.sum(1).tolist()
-        arrived = all_to_all_single(tokens[order], back, out, group)
-        computed = self._computed(arrived, arriving)
-        # Each rank's loss is the mean over its share. Owners add up the weights' gradients, which must become their
-        # mean; those of the tokens go back to their ranks as they are. The hooks are not the parameters' own, because a
-        # model gets its values, as new parameters, after it was cut.
-        ranks = self._axis.size
-        for tensor, factor in ((computed, 1 / ranks), (arrived, float(ranks))):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, by=factor: gradient * by)  # type: ignore[no-untyped-call]
-        found = all_to_all_single(computed, out, back, group)
-        return found[order.argsort()]
-
-    def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """tokens: sorted by the rank they came from, then by expert, as `counts` [ranks, held] says."""
+    def _computed(self, tokens: Tensor, counts: list[int]) -> Tensor:
         if not len(self.experts):
             # A rank without experts takes part in the exchanges only.
             return tokens
-        numbers = torch.arange(counts.shape[1], device=tokens.device).repeat(len(counts))
-        order = numbers.repeat_interleave(counts.flatten()).argsort(stable=True)
-        parts = zip(self.experts.values(), torch.split(tokens[order], counts.sum(0).tolist()), strict=True)
         weight = next(self.parameters())
         # FSDP2 lowers the tokens' type, and not that of weights that are left to their owner.
         with torch.autocast(tokens.device.type, tokens.dtype, enabled=tokens.dtype != weight.dtype):
-            found = [expert(part) for expert, part in parts]
-        return torch.cat(found)[order.argsort()]
+            parts = zip(self.experts.values(), torch.split(tokens, counts), strict=True)
+            return torch.cat([expert(part) for expert, part in parts])

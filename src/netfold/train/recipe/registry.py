@@ -8,7 +8,7 @@ import json
 import pkgutil
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -16,6 +16,13 @@ from netfold.extras import missing_extra
 from netfold.plan.words import suggest
 from netfold.train.recipe import Factory
 from netfold.train.recipe.errors import RecipeError, validation_sentences
+
+
+def known(names: Literal["MODELS", "DATASETS"]) -> Mapping[str, str]:
+    """netfold's own names and the factories' places."""
+    # Not imported: training needs none of them.
+    found: Mapping[str, str] = pkgutil.resolve_name(f"netfold.zoo:{names}")
+    return found
 
 
 def factory(asked: Factory, known: Mapping[str, str], kind: str) -> functools.partial[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train.data.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne, Panel, Pictures
-from netfold.train.data.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
+from netfold.zoo.data.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 """Of files that are read as pictures."""

@@ -10,8 +10,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from netfold.extras import MissingExtraError, command
-from netfold.train.data.instances import overlap
 from netfold.train.models.model import Model, at_least_f32
+from netfold.zoo.data.instances import overlap
 
 
 def mask_rcnn(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train.data.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
-from netfold.train.data.super_resolution import SUFFIXES, read_picture
+from netfold.zoo.data.super_resolution import SUFFIXES, read_picture
 
 FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 """The folder in which Debian's dataset-fashion-mnist puts its files."""

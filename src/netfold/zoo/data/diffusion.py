@@ -16,8 +16,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from netfold.train.data.classes import FASHION_MNIST, fashion_part
 from netfold.train.data.examples import Batch, Data, InMemory, Metric, Panel, Pictures
+from netfold.zoo.data.classes import FASHION_MNIST, fashion_part
 
 STEPS = 1000
 """Time steps, from 0, which has the least noise."""

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from netfold.extras import need
-from netfold.train.models.linear import class_loss
 from netfold.train.models.model import Model, Style, TensorPlan, real_items
 from netfold.train.parallel.tensor import in_units
+from netfold.zoo.models.linear import class_loss
 
 Task = Literal["causal-lm", "masked-lm", "sequence-classification", "image-classification"]
 _CLASSES = {

@@ -20,11 +20,9 @@ from torch.nn import functional
 
 from netfold.extras import command
 from netfold.train.data.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
+from netfold.train.models.model import IGNORED
 
 MASK = 256
-IGNORE_INDEX = -100
-"""In a target: a place that the loss ignores (torch's cross entropy)."""
-
 BYTES = 256
 MOST_TOKENS = 1 << 16
 """A token is kept in 16 bits."""
@@ -185,7 +183,7 @@ def _windows(
         inputs, target = found[:-1], found[1:]
         if masks:
             places = _places(seed, context, masks)
-            target = torch.full_like(inputs, IGNORE_INDEX)
+            target = torch.full_like(inputs, IGNORED)
             target[places] = inputs[places]
             inputs[places] = MASK
         return inputs, target
@@ -241,7 +239,7 @@ def _right(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _found(logits: Tensor, target: Tensor) -> Tensor:
-    asked = target != IGNORE_INDEX
+    asked = target != IGNORED
     return ((logits.argmax(-1) == target) & asked).sum(1) / asked.sum(1)
 
 

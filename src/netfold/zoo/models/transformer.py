@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from netfold.train.models.linear import class_loss, named
 from netfold.train.models.model import Chain, Model, Style, TensorPlan, real_items
 from netfold.train.parallel.tensor import in_units
+from netfold.zoo.models.linear import class_loss, named
 
 
 def gpt(

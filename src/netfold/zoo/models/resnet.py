@@ -12,8 +12,8 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.models.linear import class_loss, named
 from netfold.train.models.model import Chain, Model
+from netfold.zoo.models.linear import class_loss, named
 
 STAGE_FEATURES = (64, 128, 256, 512)
 Stem = Literal["large", "small"]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.data.resolution import bicubic
 from netfold.train.models.model import Chain, Model
+from netfold.zoo.data.resolution import bicubic
 
 Scale = Literal[2, 3, 4]
 MEAN_COLOUR = (0.4488, 0.4371, 0.4040)

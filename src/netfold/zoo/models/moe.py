@@ -14,10 +14,10 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.models.linear import named
 from netfold.train.models.model import Chain, Model, Style, at_least_f32
-from netfold.train.models.transformer import Attention, Embedding, transformer_plan
 from netfold.train.parallel.experts import Experts
+from netfold.zoo.models.linear import named
+from netfold.zoo.models.transformer import Attention, Embedding, transformer_plan
 
 
 def gpt_moe(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from netfold.extras import need
 from netfold.train.data.examples import BadExampleError, Batch, Data, Metric
-from netfold.train.data.text import bits
 from netfold.train.models.model import IGNORED, real_items
+from netfold.zoo.data.text import bits
 
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
 # Rows of a file that one call of a tokenizer takes; windows do not cross their end.

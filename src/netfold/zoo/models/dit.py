@@ -16,10 +16,10 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.data.diffusion import STEPS, kept, remove_noise, squared_error
-from netfold.train.models.linear import named
 from netfold.train.models.model import Chain, Model, Style
-from netfold.train.models.transformer import Attention, transformer_plan
+from netfold.zoo.data.diffusion import STEPS, kept, remove_noise, squared_error
+from netfold.zoo.models.linear import named
+from netfold.zoo.models.transformer import Attention, transformer_plan
 
 _FREQUENCIES = 128
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.models.linear import dense, named, stacks_plan
 from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.embeddings import Embeddings
+from netfold.zoo.models.linear import dense, named, stacks_plan
 
 
 def dlrm(
