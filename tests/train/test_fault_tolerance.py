@@ -404,7 +404,7 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
     model = toy_model(noisy=False)
     for parameter in model.module.parameters():
         parameter.grad = torch.full_like(parameter, 3e38)
-    large = bad_gradients(model.module)  # type: ignore[arg-type]
+    large = bad_gradients(dict(model.module.named_parameters()))
 
     class Spoilt(trainer.OptimizerStep):
         """The last layer's gradient is changed on its way to rank 1."""

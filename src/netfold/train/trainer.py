@@ -103,6 +103,7 @@ class Trainer:
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(model, recipe, self.mesh, self.data.train, deferred)
+        self._held = dict(self.replica.named_parameters())
         self.optimizer = make_optimizer(self.replica, recipe, without_decay)
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
         self._island = self.update.island
@@ -227,8 +228,7 @@ class Trainer:
         weights = self.model.weights if initial is None else None
         if position is None and (initial or weights) is not None:
             # Averages of the first weights, and DiLoCo's copies, begin with the weights that are read.
-            parameters = dict(self.replica.named_parameters())
-            tensors = allocate_state({}, self.replica, parameters, self.update.states())
+            tensors = allocate_state({}, self.replica, self._held, self.update.states())
             self._note("info", load_initial(self.recipe.training, tensors, weights))
             self.update.load_state_dict({})
         if self.recovery is not None:
@@ -264,7 +264,7 @@ class Trainer:
         loss = self.replica.gradients(batch, self.update.loss_scale)
         gradients_s = time.perf_counter()
         # f16 scales its losses until gradients overflow: OptimizerStep handles that.
-        bad = bad_gradients(self.replica) if self.recipe.training.precision != "f16" else []
+        bad = bad_gradients(self._held) if self.recipe.training.precision != "f16" else []
         result = vote(
             loss,
             not_finite=bool(bad) or (loss is not None and not math.isfinite(loss)),

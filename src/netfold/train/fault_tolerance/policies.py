@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from netfold.train.data.examples import BadExampleError, Batch
 from netfold.train.fault_tolerance.stop import PolicyStopError
-from netfold.train.models.model import Replica
 from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import local
 from netfold.train.recipe import FaultTolerance
@@ -52,14 +52,13 @@ class NonFinite:
         return policy
 
 
-def bad_gradients(replica: Replica) -> list[str]:
-    """The parameters of this rank whose gradient is not finite. Cost: one pass over the gradients."""
-    gradients = {name: _values(each.grad) for name, each in replica.named_parameters() if each.grad is not None}
-    if not gradients:
-        return []
-    # A sum is fast, and not finite if an element is not. Each gradient is checked only if the sum is not finite, which
+def bad_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The names of the parameters whose gradient is not finite. Cost: one pass over the gradients."""
+    gradients = {name: _values(each.grad) for name, each in parameters.items() if each.grad is not None}
+    # A norm is fast, and not finite if an element is not. Each gradient is checked only if a norm is not finite, which
     # may also be an overflow.
-    if math.isfinite(torch.stack([gradient.sum().float() for gradient in gradients.values()]).sum()):
+    norms = torch._foreach_norm(list(gradients.values())) if gradients else []
+    if not norms or torch.stack(list(norms)).isfinite().all():
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 

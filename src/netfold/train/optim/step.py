@@ -151,9 +151,9 @@ class Clip:
 
         island: the ranks of this rank's site (`Mesh.site_ranks`), if each site has its own gradients and norm.
         """
-        self._replica, self._limit, self._group = replica, limit, island
+        self._held, self._limit, self._group = dict(replica.named_parameters()), limit, island
         # The number of pieces of each whole parameter.
-        here = {name: math.prod(axis.size() for axis in axes(held)) for name, held in replica.named_parameters()}
+        here = {name: math.prod(axis.size() for axis in axes(held)) for name, held in self._held.items()}
         everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everywhere, here)
         together = everywhere
@@ -169,8 +169,7 @@ class Clip:
 
         If ranks hold different parts: one all_reduce of 8 bytes over the world, or the island.
         """
-        held = dict(self._replica.named_parameters())
-        gradients = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
+        gradients = {name: held.grad for name, held in self._held.items() if held.grad is not None}
         total = torch.zeros(1, dtype=torch.float64)
         for name, gradient in gradients.items():
             total += square_sum(gradient).cpu() * self._weights[name]
