@@ -193,8 +193,8 @@ def _counts() -> dict[str, Any]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     from netfold.train.models import make_model
-    from netfold.train.parallel.owned import divide_owned
     from netfold.train.parallel.mesh import Mesh
+    from netfold.train.parallel.owned import divide_owned
 
     found = {}
     for kind in ("table_wise", "row_wise"):
@@ -245,8 +245,8 @@ def _refused() -> dict[str, str]:
     import torch
 
     from netfold.train.models import make_model
-    from netfold.train.parallel.owned import divide_owned
     from netfold.train.parallel.mesh import Mesh
+    from netfold.train.parallel.owned import divide_owned
     from netfold.zoo.models.linear import linear_stack
 
     def refused(recipe: Any, model: Any = None) -> str:

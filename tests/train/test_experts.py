@@ -278,8 +278,8 @@ def _counted() -> dict[str, Any]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     from netfold.train.models import make_model
-    from netfold.train.parallel.owned import divide_owned
     from netfold.train.parallel.mesh import Mesh
+    from netfold.train.parallel.owned import divide_owned
 
     recipe = _recipe(SHARDED, {})
     model = make_model(recipe.model)

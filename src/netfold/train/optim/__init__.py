@@ -86,8 +86,8 @@ def _groups(replica: Replica, asked: Optimizer, undecayed: Collection[str]) -> l
         {
             "params": held,
             "weight_decay": asked.weight_decay if decayed else 0.0,
-            # One call for all parameters, where torch has it: an operation on a DTensor costs about 15 us of Python, and
-            # Adam makes ten per parameter. torch takes no mixture of DTensors and other tensors.
+            # One call for all parameters, where torch has it: an operation on a DTensor costs about 15 us of Python,
+            # and Adam makes ten per parameter. torch takes no mixture of DTensors and other tensors.
             **({"fused": True} if asked.name in ("adam", "adamw") else {"foreach": cut} if asked.name == "sgd" else {}),
         }
         for (decayed, cut), held in groups.items()

@@ -1,7 +1,7 @@
 """Turn a whole model into this rank's part of it. One file a kind of parallelism; this module fixes their order.
 
-`tensor` and `owned` (embedding tables, experts) cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how
-the ranks that hold the same layers divide the work.
+`tensor` and `owned` (embedding tables, experts) cut layers. `pipeline` then takes runs of layers. `data_parallel` then
+decides how the ranks that hold the same layers divide the work.
 """
 
 from __future__ import annotations
