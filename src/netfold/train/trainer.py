@@ -24,7 +24,7 @@ from netfold.train.checkpoint.initial import load_initial
 from netfold.train.checkpoint.recovery import Recovery
 from netfold.train.checkpoint.state import allocate_state
 from netfold.train.data import make_data
-from netfold.train.data.examples import Batch, Data, Panel
+from netfold.train.data.examples import Batch, Data, Panel, Pooled
 from netfold.train.data.sampler import Prefetcher, sample_seed
 from netfold.train.evaluate import evaluate, predict, render
 from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
@@ -51,7 +51,7 @@ from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import error_kind, error_text
 
 # The shortest time that an estimate of exposed communication is of.
-_OVERLAP_EVERY_S = 0.5
+_OVERLAP_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,13 @@ class Trainer:
         self._overlap = LiveOverlap()
         self._early_notes = [("info", text) for text in (device_reason, creation, *self.replica.notes) if text]
         self._started = False
+        loaders = recipe.run.loaders
+        self._examples = self.data.train if loaders == 1 else Pooled(self.data.train, loaders)
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":
             # The stages of a pipeline and the ranks of a tensor group train on the same samples.
             shared = self.mesh.pipeline.size * self.mesh.tensor.size > 1
-            self._replacer = BadExampleReplacer(self.data.train, self.mesh.island() if shared else None)
+            self._replacer = BadExampleReplacer(self._examples, self.mesh.island() if shared else None)
         self._non_finite = NonFinite(recipe.fault_tolerance)
         skips = recipe.fault_tolerance.non_finite == "skip"
         self._buffers = [buffer for each in self.replica.modules for buffer in each.buffers() if skips]
@@ -196,8 +198,9 @@ class Trainer:
         values: dict[str, float] = {}
         reason = "done"
         agree = None if self._replacer is None else self._replacer.agree
-        examples = self._replacer or self.data.train
-        batches = Prefetcher(examples, training.seed, self.batch, data.rank, data.size, agree)
+        examples = self._replacer or self._examples
+        pin = self.mesh.device.type == "cuda"
+        batches = Prefetcher(examples, training.seed, self.batch, data.rank, data.size, agree, pin=pin)
         with contextlib.closing(batches):
             while self.step < self.steps:
                 votes = self._common_votes(self._one_step(batches))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -37,9 +38,19 @@ class Batch:
         """The batch on the device; the same tensors if they are there already."""
         return self.like([tensor.to(device, non_blocking=True) for tensor in self.tensors])
 
+    def pinned(self) -> Batch:
+        """A copy in memory that a GPU reads by itself, so that `to` returns before it has arrived."""
+        return self.like([tensor.pin_memory() for tensor in self.tensors])
+
     def parts(self, count: int) -> list[Batch]:
         """Cut into `count` equal batches, in order. `count` must divide the number of samples."""
         return [self.like(row) for row in zip(*(tensor.chunk(count) for tensor in self.tensors), strict=True)]
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The samples of all batches, in order."""
+    columns = zip(*(each.tensors for each in batches), strict=True)
+    return batches[0].like([torch.cat(column) for column in columns])
 
 
 class BadExampleError(Exception):
@@ -89,6 +100,23 @@ class OneByOne:
         samples = map(self.make, indices, seeds)
         *inputs, target = (torch.stack(column) for column in zip(*samples, strict=True))
         return Batch(tuple(inputs), target)
+
+
+class Pooled:
+    """`Examples` whose batches several threads make, each a part: for pictures that take long to decode."""
+
+    def __init__(self, examples: Examples, threads: int) -> None:
+        self._examples, self._count = examples, threads
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="netfold-loader")
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
+        share = -(-len(indices) // self._count)
+        firsts = range(0, len(indices), share)
+        parts = ([numbers[first : first + share] for first in firsts] for numbers in (indices, seeds))
+        return joined(list(self._threads.map(self._examples.batch, *parts)))
 
 
 @dataclass(frozen=True)

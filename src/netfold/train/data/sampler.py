@@ -63,8 +63,14 @@ class Prefetcher:
         rank: int,
         ranks: int,
         agree: Callable[[Batch, Sequence[int], Sequence[int]], Batch] | None = None,
+        *,
+        pin: bool = False,
     ) -> None:
-        """agree: (a batch, its indices and seeds) -> the batch to train on; `get` calls it on the caller's thread."""
+        """agree: (a batch, its indices and seeds) -> the batch to train on; `get` calls it on the caller's thread.
+
+        pin: batches are in pinned memory, for a GPU.
+        """
+        self._pin = pin
         self._examples, self._sampler, self._agree = examples, Sampler(len(examples), seed), agree
         self._batch, self._share, self._rank = batch, batch // ranks, rank
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netfold-feed")
@@ -81,7 +87,11 @@ class Prefetcher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, samples: int) -> Future[Batch]:
-        return self._thread.submit(lambda: self._examples.batch(*self._numbers(samples)))
+        return self._thread.submit(self._made, samples)
+
+    def _made(self, samples: int) -> Batch:
+        batch = self._examples.batch(*self._numbers(samples))
+        return batch.pinned() if self._pin else batch
 
     def _numbers(self, samples: int) -> tuple[list[int], list[int]]:
         """The share's indices and seeds."""

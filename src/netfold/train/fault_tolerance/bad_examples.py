@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from netfold.train.data.examples import BadExampleError, Batch, Examples
+from netfold.train.data.examples import BadExampleError, Batch, Examples, joined
 from netfold.train.data.sampler import sample_seed
 
 # Replacements to try for one example. If none can be read, the data as a whole is gone.
@@ -41,7 +41,7 @@ class BadExampleReplacer:
             read = [self._one(index, seed) for index, seed in zip(indices, seeds, strict=True)]
         if self._group is not None:
             self._attempts[tuple(seeds)] = [attempt for _, attempt in read]
-        return _joined([each for each, _ in read])
+        return joined([each for each, _ in read])
 
     def agree(self, batch: Batch, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
         """`batch`, which has these samples, with examples that every rank of the group can read.
@@ -64,7 +64,7 @@ class BadExampleReplacer:
             for place, attempt in enumerate(agreed):
                 if own[place] < attempt:
                     samples[place], own[place] = self._one(indices[place], seeds[place], attempt)
-            batch = _joined(samples)
+            batch = joined(samples)
 
     def new_messages(self) -> list[str]:
         """The errors since the last call, each text once per run."""
@@ -85,8 +85,3 @@ class BadExampleReplacer:
                 continue
             return batch, attempt
         raise BadExampleError(f"{last}; none of {TRIES} replacements could be read either")
-
-
-def _joined(samples: Sequence[Batch]) -> Batch:
-    columns = zip(*(each.tensors for each in samples), strict=True)
-    return samples[0].like([torch.cat(column) for column in columns])

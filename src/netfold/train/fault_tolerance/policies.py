@@ -54,13 +54,13 @@ class NonFinite:
 
 def bad_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """The names of the parameters whose gradient is not finite. Cost: one pass over the gradients."""
-    gradients = {name: _values(each.grad) for name, each in parameters.items() if each.grad is not None}
+    gradients = [each.grad for each in parameters.values() if each.grad is not None]
     # A norm is fast, and not finite if an element is not. Each gradient is checked only if a norm is not finite, which
     # may also be an overflow.
-    norms = torch._foreach_norm(list(gradients.values())) if gradients else []
-    if not norms or torch.stack(list(norms)).isfinite().all():
+    if not gradients or torch.stack(torch._foreach_norm(list(map(_values, gradients)))).isfinite().all():
         return []
-    return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+    bad = {each for each in parameters.values() if each.grad is not None and not _values(each.grad).isfinite().all()}
+    return [name for name, each in parameters.items() if each in bad]
 
 
 def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:

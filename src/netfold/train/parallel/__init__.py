@@ -80,6 +80,8 @@ class Unpipelined:
             with self._precision.context(self.modules[0], self._mesh.device):
                 output = self._wrapped(*part.inputs, **part.named)
             loss = self._loss(output, part.target)
+            # A language model's logits may be its largest tensor, and the backward pass does not need them.
+            del output
             (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         if self._mesh.tensor.size > 1:

@@ -218,6 +218,8 @@ class Run(Section):
     """Of torch.distributed; "cpu:netfold,cuda:nccl" takes another one for tensors of GPUs."""
     threads: PositiveInt = 1
     """torch's threads, per rank."""
+    loaders: PositiveInt = 1
+    """Threads that make a rank's next batch, each a part of it: for pictures that take long to decode."""
     check: bool = True
     """Check links, limits and versions before training (netfold doctor check)."""
     timeout_s: PositiveFloat = 300.0
