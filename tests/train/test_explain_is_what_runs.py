@@ -20,6 +20,7 @@ DLRM: Table = {
     "training": {"steps": 3, "batch": 16},
     "optimizer": {"name": "sgd", "lr": 0.1},
 }
+MOE = changed(GPT, model={"name": "gpt-moe", "experts": 3, "mlp": 2})
 BLOCKS = ("all_gather", "reduce_scatter", "all_to_all")
 # 0.01 MB makes several buckets.
 RECIPES: dict[str, Table] = {
@@ -35,6 +36,8 @@ RECIPES: dict[str, Table] = {
     "sequence in stages": changed(GPT, parallel={"tensor": 2, "sequence": True, "pipeline": 2}),
     "zero 3 in stages": changed(GPT, parallel={"zero": 3, "pipeline": 2, "microbatches": 4}),
     "there and back": changed(GPT, parallel={"pipeline": 2, "schedule": "zero-bubble-v", "microbatches": 4}),
+    "experts": changed(MOE, training={"accumulate": 2, "clip": 1.0}, parallel={"experts": "sharded"}),
+    "experts, zero 3 in bf16": changed(MOE, training={"precision": "bf16"}, parallel={"experts": "sharded", "zero": 3}),
     "rows of tables, lars": changed(DLRM, optimizer={"name": "lars"}, parallel={"embeddings": "row_wise"}),
 }
 Found = dict[tuple[str, int], tuple[int, int]]
@@ -78,7 +81,7 @@ def test_a_step_communicates_as_planned(name: str) -> None:
         for rank, mine in zip(place.ranks, found, strict=True):
             alike = {key: count for key, count in mine.items() if key[0] != "all_to_all"}
             assert alike == {key: count for key, count in expected.items() if key[0] != "all_to_all"}, f"rank {rank}"
-        # The requested rows differ between ranks; the number of calls does not.
+        # The requested rows, and the tokens of experts, differ between ranks; the number of calls does not.
         exchanges = [mine.get(("all_to_all", RANKS), (0, 0))[0] for mine in found]
         assert exchanges == [expected.get(("all_to_all", RANKS), (0, 0))[0]] * len(found)
 

@@ -27,7 +27,7 @@ class Place:
     stages: tuple[tuple[str, ...], ...]
     """The layers' names, for each stage of these ranks."""
     parameters: int
-    """Elements per rank, after tensor parallelism and `embeddings` have divided them, and before ZeRO does."""
+    """Elements per rank, after tensor parallelism and owners have divided them, and before ZeRO does."""
     memory: Memory
     """Of one rank; activations at the largest moment of a step."""
     traffic: tuple[Traffic, ...]
@@ -72,7 +72,9 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         by = "operations of matrix products, convolutions and attention" if counted else "parameters"
         notes.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
     if recipe.parallel.experts != "replicated":
-        notes.append("memory and messages are those of experts on every rank, not divided (parallel.experts)")
+        notes.append("messages of tokens are those of experts that are all used alike")
+    if recipe.training.recompute != "none":
+        notes.append("activations and messages are those without recomputation (training.recompute)")
     if unknown:
         notes.append(f"activations, and messages inside layers and between stages, are unknown: {unknown}")
     return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))
@@ -81,28 +83,29 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
 def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], number: int) -> Place:
     held = [stages[stage] for stage in stages_held(recipe, split, number)]
     layers = [layer for stage in held for layer in stage]
-    tables = sum(layer.table_parameters for layer in layers) if recipe.parallel.embeddings != "replicated" else 0
-    rest = sum(layer.parameters for layer in layers) - tables
+    owned = sum(layer.owned_parameters(recipe.parallel) for layer in layers)
+    rest = sum(layer.parameters for layer in layers) - owned
     each, alone = a_parameter(recipe, split.data), a_parameter(recipe, 1)
-    table = tables / split.data
+    share = owned / split.data
     kept = sum(layer.saved_bytes or 0 for layer in layers) / len(held) * passes_kept(recipe, split, number)
     memory = Memory(
-        each.weights * rest + alone.weights * table,
-        each.gradients * rest + alone.gradients * table,
-        each.optimizer * rest + alone.optimizer * table,
+        each.weights * rest + alone.weights * share,
+        each.gradients * rest + alone.gradients * share,
+        each.optimizer * rest + alone.optimizer * share,
         kept,
     )
     a_place = split.data * split.tensor
     names = tuple(tuple(layer.name for layer in stage) for stage in held)
     sent = tuple(traffic(recipe, split, stages, number))
     ranks = tuple(range(number * a_place, (number + 1) * a_place))
-    return Place(ranks, names, rest + -(-tables // split.data), memory, sent)
+    return Place(ranks, names, rest + -(-owned // split.data), memory, sent)
 
 
 def a_parameter(recipe: Recipe, data: int) -> Memory:
     """Bytes per parameter of the model on one of `data` data-parallel ranks, without activations."""
     optimizer, zero, lower = recipe.optimizer, recipe.parallel.zero, computed_bytes(recipe)
     moments: float = 2 if optimizer.name in ("adam", "adamw", "lamb") else 1 if optimizer.momentum else 0
+    moments += recipe.training.ema is not None
     if recipe.diloco is not None:
         # The outer weights, and the outer optimizer's momentum.
         moments += 2 if recipe.diloco.momentum else 1

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,11 @@ from netfold.train.data.examples import Batch
 from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.embeddings import Embeddings
+from netfold.train.parallel.experts import Experts
 from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics
 from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along
+from netfold.train.recipe import Parallel
 
 Shape = tuple[int, ...]
 _NOTHING = Pass()
@@ -34,15 +37,19 @@ _NOTHING = Pass()
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer on one rank, before ZeRO or `parallel.embeddings` divide it."""
+    """One layer on one rank, before ZeRO or `parallel.embeddings` and `parallel.experts` divide it."""
 
     name: str
     weights: tuple[Shape, ...]
-    """Without tables and batch norms."""
+    """Without tables, experts and batch norms."""
     norms: tuple[int, ...] = ()
     """Channels of each batch norm. It has a weight and a bias for each channel, always in f32."""
     tables: tuple[Shape, ...] = ()
     """[rows, width] of each embedding table that `parallel.embeddings` can divide."""
+    experts: tuple[Shape, ...] = ()
+    """Weights that `parallel.experts` can divide."""
+    routed: tuple[tuple[int, int], ...] = ()
+    """For each module of experts: their number, and the bytes of the tokens of a microbatch, once for each expert."""
     cut_matrices: int = 0
     """The number of weights of two dimensions or more that tensor parallelism has cut."""
     saved_bytes: int | None = None
@@ -57,19 +64,23 @@ class Layer:
     summed_bytes: tuple[int, ...] = ()
     """Of each gradient that is summed over the tensor axis after the last pass (`shards.settle`)."""
 
-    def shapes(self, *, norms: bool = True, tables: bool = True) -> list[Shape]:
-        """Of all parameters."""
+    def shapes(self, *, norms: bool = True, owned: Parallel | None = None) -> list[Shape]:
+        """Of all parameters. owned: leave out the tables and experts that it divides."""
         channels = [(count,) for count in self.norms for _ in range(2)]
-        return [*self.weights, *(self.tables if tables else ()), *(channels if norms else ())]
+        tables, experts = self.tables, self.experts
+        if owned is not None:
+            tables = tables if owned.embeddings == "replicated" else ()
+            experts = experts if owned.experts == "replicated" else ()
+        return [*self.weights, *tables, *experts, *(channels if norms else ())]
 
     @property
     def parameters(self) -> int:
         """Elements."""
         return sum(map(math.prod, self.shapes()))
 
-    @property
-    def table_parameters(self) -> int:
-        return sum(map(math.prod, self.tables))
+    def owned_parameters(self, parallel: Parallel) -> int:
+        """Elements that are divided among owners: of tables and experts."""
+        return self.parameters - sum(map(math.prod, self.shapes(owned=parallel)))
 
     @property
     def operations(self) -> int:
@@ -134,15 +145,19 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _held(name: str, layer: nn.Module) -> Layer:
     norms = [part for part in layer.modules() if keeps_statistics(part)]
-    tables = [weight for part in layer.modules() if isinstance(part, Embeddings) for weight in part.parameters()]
-    apart = {id(weight) for weight in (*tables, *(weight for norm in norms for weight in norm.parameters()))}
+    tables, experts = (
+        [weight for part in layer.modules() if isinstance(part, kind) for weight in part.parameters()]
+        for kind in (Embeddings, Experts)
+    )
+    apart = {id(weight) for weight in (*tables, *experts, *(each for norm in norms for each in norm.parameters()))}
     weights = [weight for weight in layer.parameters() if id(weight) not in apart]
     return Layer(
         name,
         tuple(tuple(local(weight).shape) for weight in weights),
         tuple(norm.num_features for norm in norms),  # type: ignore[misc]
         tuple(tuple(table.shape) for table in tables),
-        sum(weight.ndim > 1 and bool(axes(weight)) for weight in weights),
+        tuple(tuple(weight.shape) for weight in experts),
+        cut_matrices=sum(weight.ndim > 1 and bool(axes(weight)) for weight in weights),
     )
 
 
@@ -165,7 +180,7 @@ def _run(
         batch = batch.like([*given, batch.target])
     outputs: dict[str, list[Tensor]] = {}
     watch = TraceMode(model.module)
-    with watch.hooked():
+    with watch.hooked(), _routed_evenly() as routed:
         for name, layer in layers:
             layer.register_forward_hook(lambda *given, name=name: outputs.update({name: tensors(given[-1])}))
         with contextlib.nullcontext() if fsdp else precision.context(model.module, CPU):
@@ -187,9 +202,27 @@ def _run(
             forward=_pass([part.forward for part in parts[layer.name]]),
             backward=_pass([part.backward for part in parts[layer.name]]),
             summed_bytes=_summed(module),
+            routed=tuple(sent for part, *sent in routed if part in set(module.modules())),
         )
         for layer, (_, module) in zip(held, layers, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _routed_evenly() -> Iterator[list[tuple[Experts, int, int]]]:
+    """Inside, every expert gets equally many tokens, because fake tensors do not say which experts they choose.
+
+    Yields a list that gets (module, number of experts, bytes of tokens) for each call.
+    """
+    calls: list[tuple[Experts, int, int]] = []
+
+    def forward(self: Experts, tokens: Tensor, chosen: Tensor) -> Tensor:
+        count = len(self.experts)
+        calls.append((self, count, tokens.nbytes))
+        return self._computed(tokens, [len(part) for part in torch.arange(len(tokens)).tensor_split(count)])
+
+    with mock.patch.object(Experts, "forward", forward):
+        yield calls
 
 
 def _pass(ran: Sequence[Ran]) -> Pass:

@@ -58,6 +58,7 @@ def traffic(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], pip
     found = [
         *_inside(layers, split),
         *_tables(recipe, layers, split),
+        *_experts(recipe, layers, split),
         *_norms(recipe, layers, split),
         *_between(stages, held, split),
         *_replicas(recipe, [stages[number] for number in held], split),
@@ -100,6 +101,19 @@ def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[T
     yield Traffic("data", "all_to_all", "gradients of rows of tables", split.data, calls, rows)
 
 
+def _experts(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
+    # As if the router used all experts alike.
+    routed = [each for layer in layers for each in layer.routed]
+    if recipe.parallel.experts == "replicated":
+        return
+    calls, tokens = split.passes * len(routed), split.passes * sum(size for _, size in routed)
+    counts = split.passes * sum(experts for experts, _ in routed) * I64_BYTES
+    yield Traffic("data", "all_to_all", "numbers of tokens", split.data, calls, counts)
+    for of in ("tokens", "results of experts"):
+        yield Traffic("data", "all_to_all", of, split.data, calls, tokens)
+        yield Traffic("data", "all_to_all", f"gradients of {of}", split.data, calls, tokens)
+
+
 def _norms(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
     ranks, channels = recipe.parallel.batch_norm, [count for layer in layers for count in layer.norms]
     calls = len(channels) * split.passes
@@ -134,17 +148,15 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
         return
     # A split backward pass sends all gradients of a rank in one call, after the schedule.
     together = split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD
+    owned = recipe.parallel
     if split.fsdp:
         # FSDP2 averages each layer by itself.
-        sent = [sum(map(math.prod, layer.shapes())) for layer in layers if layer.shapes()]
+        sent = [sum(map(math.prod, shapes)) for layer in layers if (shapes := layer.shapes(owned=owned))]
         yield Traffic("data", "all_reduce", "gradients", data, len(sent), sum(sent) * F32_BYTES)
         return
     limit = (recipe.parallel.bucket_mb or BUCKET_MB) * 2**20
-    # Each table is on one rank, or cut.
-    shared_out = recipe.parallel.embeddings != "replicated"
     sizes = [
-        [math.prod(shape) * F32_BYTES for layer in stage for shape in layer.shapes(tables=not shared_out)]
-        for stage in stages
+        [math.prod(shape) * F32_BYTES for layer in stage for shape in layer.shapes(owned=owned)] for stage in stages
     ]
     calls = 1 if together else sum(len(bucket_ends(reversed(each), limit)) for each in sizes)
     total = sum(map(sum, sizes))
@@ -159,7 +171,7 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Tra
     item = computed_bytes(recipe)
     units: list[tuple[int, list[tuple[int, ...]]]] = []
     for layer in layers:
-        units.append((item, layer.shapes(norms=item == F32_BYTES)))
+        units.append((item, layer.shapes(norms=item == F32_BYTES, owned=recipe.parallel)))
         units += [(F32_BYTES, [(count,), (count,)]) for count in layer.norms if item != F32_BYTES]
     units = [(each, shapes) for each, shapes in units if shapes]
     # Rows are cut into equal runs; the last ones are padded.
@@ -215,7 +227,8 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traf
         if recipe.parallel.zero and split.data > 1:
             # DTensor makes another one over the mesh of the first gradient.
             yield Traffic("data", "all_reduce", "whether gradients overflow", split.data, 1, 4)
-    if recipe.training.clip is not None and (copy > 1 or fsdp or recipe.parallel.embeddings != "replicated"):
+    owned = any(layer.owned_parameters(recipe.parallel) for layer in layers)
+    if recipe.training.clip is not None and (copy > 1 or fsdp or owned):
         yield Traffic("all", "all_reduce", "the gradients' norm", island, 1, F64_BYTES)
     if recipe.optimizer.name in ("lars", "lamb"):
         # Two norms per layer: of its weights, and of its gradient or its change.

@@ -105,9 +105,13 @@ def abort_groups(mesh: Mesh, error: Exception) -> None:
     axes = [mesh.pipeline, mesh.data, mesh.tensor, mesh.site, *([] if mesh.between is None else [mesh.between])]
     groups: set[Any] = {dist.group.WORLD, *(axis.group for axis in axes)}
     for group in groups:
-        # Other backends detect the end of the process.
-        if hasattr(group, "netfold"):
-            group.netfold.abort(str(error))
+        # Other backends detect the end of the process, and a job of theirs loads nothing native.
+        if "netfold" in dist.get_backend_config(group):
+            from netfold.torch.operations import operations_of
+
+            operations = operations_of(group)
+            assert operations is not None
+            operations.netfold.abort(str(error))
 
 
 def this_rank() -> str:
