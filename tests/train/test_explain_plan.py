@@ -183,8 +183,8 @@ def test_the_ranks_of_a_site_average_gradients_and_exchange_a_part_each() -> Non
 def test_tables_and_batch_norm_against_numbers_found_by_hand() -> None:
     asked = recipe(parallel={"data": 4, "embeddings": "row_wise", "batch_norm": 2})
     # 4 samples per rank read rows of 8 numbers from two tables; one norm has 3 channels.
-    layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)), 0, 0, (0,), (0,))
-    assert (layer.parameters, layer.table_parameters) == (1016, 1000)
+    layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)))
+    assert (layer.parameters, layer.owned_parameters(asked.parallel)) == (1016, 1000)
     found = traffic(asked, Split(1, 4, 1, 1, 1, 1, 16, False), [[layer]], 0)
     assert found[:7] == [
         Traffic("data", "all_to_all", "counts of rows", 4, 1, 4 * 2 * 8),

@@ -26,7 +26,7 @@ from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.experts import Experts
-from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics
+from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics, needs_f32
 from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along
 from netfold.train.recipe import Parallel
@@ -50,6 +50,8 @@ class Layer:
     """Weights that `parallel.experts` can divide."""
     routed: tuple[tuple[int, int], ...] = ()
     """For each module of experts: their number, and the bytes of the tokens of a microbatch, once for each expert."""
+    exact: tuple[tuple[Shape, ...], ...] = ()
+    """Weights of each router and the like, which computes in f32 whatever the recipe says; also among `weights`."""
     cut_matrices: int = 0
     """The number of weights of two dimensions or more that tensor parallelism has cut."""
     saved_bytes: int | None = None
@@ -64,14 +66,14 @@ class Layer:
     summed_bytes: tuple[int, ...] = ()
     """Of each gradient that is summed over the tensor axis after the last pass (`shards.settle`)."""
 
-    def shapes(self, *, norms: bool = True, owned: Parallel | None = None) -> list[Shape]:
+    def shapes(self, *, owned: Parallel | None = None) -> list[Shape]:
         """Of all parameters. owned: leave out the tables and experts that it divides."""
         channels = [(count,) for count in self.norms for _ in range(2)]
         tables, experts = self.tables, self.experts
         if owned is not None:
             tables = tables if owned.embeddings == "replicated" else ()
             experts = experts if owned.experts == "replicated" else ()
-        return [*self.weights, *tables, *experts, *(channels if norms else ())]
+        return [*self.weights, *tables, *experts, *channels]
 
     @property
     def parameters(self) -> int:
@@ -157,6 +159,11 @@ def _held(name: str, layer: nn.Module) -> Layer:
         tuple(norm.num_features for norm in norms),  # type: ignore[misc]
         tuple(tuple(table.shape) for table in tables),
         tuple(tuple(weight.shape) for weight in experts),
+        exact=tuple(
+            tuple(tuple(local(weight).shape) for weight in part.parameters())
+            for part in layer.modules()
+            if needs_f32(part) and not keeps_statistics(part)
+        ),
         cut_matrices=sum(weight.ndim > 1 and bool(axes(weight)) for weight in weights),
     )
 
@@ -202,7 +209,7 @@ def _run(
             forward=_pass([part.forward for part in parts[layer.name]]),
             backward=_pass([part.backward for part in parts[layer.name]]),
             summed_bytes=_summed(module),
-            routed=tuple(sent for part, *sent in routed if part in set(module.modules())),
+            routed=tuple((count, size) for part, count, size in routed if part in set(module.modules())),
         )
         for layer, (_, module) in zip(held, layers, strict=True)
     ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from netfold.dry_run.layers import Layer
+from netfold.dry_run.layers import Layer, Shape
 from netfold.plan.shared_rules import bucket_ends
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold.train.parallel.data_parallel import BUCKET_MB
@@ -166,13 +167,21 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
 def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
     """FSDP2 gathers each layer's weights before the layer computes, and scatters its gradients after the last pass.
 
-    A layer is one unit; each of its batch norms, always f32, is its own unit if the layer computes in another type.
+    A layer is one unit; each of its batch norms and routers, always f32, is its own unit if the layer computes in
+    another type.
     """
     item = computed_bytes(recipe)
-    units: list[tuple[int, list[tuple[int, ...]]]] = []
+    units: list[tuple[int, list[Shape]]] = []
     for layer in layers:
-        units.append((item, layer.shapes(norms=item == F32_BYTES, owned=recipe.parallel)))
-        units += [(F32_BYTES, [(count,), (count,)]) for count in layer.norms if item != F32_BYTES]
+        apart: list[list[Shape]] = []
+        if item != F32_BYTES:
+            apart += [[(count,), (count,)] for count in layer.norms]
+            apart += map(list, layer.exact)
+        shapes = layer.shapes(owned=recipe.parallel)
+        for shape in itertools.chain(*apart):
+            shapes.remove(shape)
+        units.append((item, shapes))
+        units += [(F32_BYTES, part) for part in apart]
     units = [(each, shapes) for each, shapes in units if shapes]
     # Rows are cut into equal runs; the last ones are padded.
     elements = [
