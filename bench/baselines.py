@@ -87,7 +87,7 @@ def _classifiers(pictures: bytes, targets: bytes) -> dict[str, Any]:
     return {
         "logistic regression": LogisticRegression(C=0.01, max_iter=300).fit(flat, target),
         f"gradient boosting, {PICTURE_ROUNDS} rounds": HistGradientBoostingClassifier(
-            max_iter=PICTURE_ROUNDS, learning_rate=0.2, max_bins=63, early_stopping=False, random_state=0
+            max_iter=PICTURE_ROUNDS, learning_rate=0.1, max_bins=63, early_stopping=False, random_state=0
         ).fit(flat, target),
     }
 

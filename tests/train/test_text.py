@@ -105,11 +105,12 @@ def test_every_example_has_the_same_number_of_masks_at_random_places(
     assert asked.sum(1).tolist() == [3] * 50 and torch.equal(asked, batch.inputs[0] == text.MASK)
     assert torch.equal(torch.where(asked, batch.target, batch.inputs[0]), whole.inputs[0])
     assert len({tuple(row.nonzero().flatten().tolist()) for row in asked}) > 40
-    # Right bytes everywhere score 1. Right bytes only at places without a mask score 0.
+    # Right bytes everywhere score 1 at each mask. Right bytes only at places without a mask score 0.
     logits = torch.nn.functional.one_hot(whole.inputs[0], 257).float()
-    assert masked.metric.score(logits, batch.target).tolist() == [1.0] * 50
+    assert masked.metric.score(logits, batch.target).sum(1).tolist() == [3] * 50
+    assert masked.metric.items is not None and int(masked.metric.items(batch.target)) == 150
     wrong = torch.nn.functional.one_hot(torch.where(asked, (whole.inputs[0] + 1) % 256, whole.inputs[0]), 257)
-    assert masked.metric.score(wrong, batch.target).tolist() == [0.0] * 50
+    assert masked.metric.score(wrong, batch.target).sum() == 0
     with pytest.raises(ValueError, match=r"data.masked is 0.01: that masks 0 of 20 bytes"):
         data("masked-source", context=20, masked=0.01)
 

@@ -60,6 +60,7 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         tensor=split.tensor,
         styles=styles_of(model, recipe.parallel),
         fsdp=split.fsdp,
+        context=split.context,
     )
     counted = any(layer.operations for layer in layers)
     bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)

@@ -23,6 +23,7 @@ from netfold.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold.plan.model import Pass
 from netfold.train.data.examples import Batch
 from netfold.train.models.model import Chain, Model
+from netfold.train.parallel.context import ContextModule
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.experts import Experts
@@ -50,6 +51,8 @@ class Layer:
     """Weights that `parallel.experts` can divide."""
     routed: tuple[tuple[int, int], ...] = ()
     """For each module of experts: their number, and the bytes of the tokens of a microbatch, once for each expert."""
+    attended: tuple[int, ...] = ()
+    """Bytes of the queries of each attention, for a microbatch, where ranks share sequences (`parallel.context`)."""
     exact: tuple[tuple[Shape, ...], ...] = ()
     """Weights of each router and the like, which computes in f32 whatever the recipe says; also among `weights`."""
     cut_matrices: int = 0
@@ -100,12 +103,13 @@ def measure(
     tensor: int = 1,
     styles: Mapping[str, Any] | None = None,
     fsdp: bool = False,
+    context: int = 1,
 ) -> tuple[list[Layer], str]:
     """Measure the layers of `model` for passes of `samples` samples. Takes the model over, and cuts it in place.
 
-    Returns the layers, and why activations and collectives could not be measured, or "".
-    fake: the mode of the model's fake tensors. styles: the cuts of tensor parallelism. fsdp: ZeRO 2 or 3 keeps cut
-    weights as DTensors. No process group may exist: with tensor > 1 this call makes one, and destroys it.
+    Returns the layers, and why activations and collectives could not be measured, or "". fake: the mode of the model's
+    fake tensors. styles: the cuts of tensor parallelism. fsdp: ZeRO 2 or 3 keeps cut weights as DTensors. context:
+    ranks that share sequences. No process group may exist: with tensor > 1 this call makes one, and destroys it.
     """
     layers = list(model.module.layers.items()) if isinstance(model.module, Chain) else [("all", model.module)]
     whole = [_held(name, layer) for name, layer in layers]
@@ -118,7 +122,7 @@ def measure(
             held = [_held(name, layer) for name, layer in layers]
             if fsdp:
                 _lower(model.module, DTYPES[precision])
-            return _run(model, layers, held, example, samples, Precision(precision), fsdp), ""
+            return _run(model, layers, held, example, samples, Precision(precision), fsdp, context), ""
     except Exception as error:
         return whole, f"a pass of fake tensors failed: {type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -176,9 +180,11 @@ def _run(
     samples: int,
     precision: Precision,
     fsdp: bool,
+    context: int,
 ) -> list[Layer]:
     def like(each: Tensor) -> Tensor:
-        return torch.zeros((samples, *each.shape[1:]), dtype=each.dtype)
+        shape = list(each.shape[1:])
+        return torch.zeros((samples, *(count // context for count in shape[:1]), *shape[1:]), dtype=each.dtype)
 
     batch = example.like([like(each) for each in example.tensors])
     if fsdp:
@@ -187,7 +193,7 @@ def _run(
         batch = batch.like([*given, batch.target])
     outputs: dict[str, list[Tensor]] = {}
     watch = TraceMode(model.module)
-    with watch.hooked(), _routed_evenly() as routed:
+    with watch.hooked(), _routed_evenly() as routed, _attends_whole(context) as attended:
         for name, layer in layers:
             layer.register_forward_hook(lambda *given, name=name: outputs.update({name: tensors(given[-1])}))
         with contextlib.nullcontext() if fsdp else precision.context(model.module, CPU):
@@ -209,6 +215,7 @@ def _run(
             forward=_pass([part.forward for part in parts[layer.name]]),
             backward=_pass([part.backward for part in parts[layer.name]]),
             summed_bytes=_summed(module),
+            attended=tuple(size for part, size in attended if part in set(module.modules())),
             routed=tuple((count, size) for part, count, size in routed if part in set(module.modules())),
         )
         for layer, (_, module) in zip(held, layers, strict=True)
@@ -229,6 +236,25 @@ def _routed_evenly() -> Iterator[list[tuple[Experts, int, int]]]:
         return self._computed(tokens, [len(part) for part in torch.arange(len(tokens)).tensor_split(count)])
 
     with mock.patch.object(Experts, "forward", forward):
+        yield calls
+
+
+@contextlib.contextmanager
+def _attends_whole(context: int) -> Iterator[list[tuple[ContextModule, int]]]:
+    """Inside, attention takes a rank's heads of whole sequences, as if other ranks had sent it their tokens.
+
+    Yields a list that gets (module, bytes of queries) for each call, if there are other ranks.
+    """
+    calls: list[tuple[ContextModule, int]] = []
+    alone = ContextModule.attend
+
+    def attend(self: ContextModule, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        calls.append((self, query.nbytes))
+        q, k, v = (torch.cat([each.chunk(context, 1)[0]] * context, -2) for each in (query, key, value))
+        mixed = alone(self, q, k, v, causal=causal)
+        return torch.cat([mixed.chunk(context, -2)[0]] * context, 1)
+
+    with mock.patch.object(ContextModule, "attend", attend) if context > 1 else contextlib.nullcontext():
         yield calls
 
 

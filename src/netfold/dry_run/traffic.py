@@ -60,6 +60,7 @@ def traffic(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], pip
         *_inside(layers, split),
         *_tables(recipe, layers, split),
         *_experts(recipe, layers, split),
+        *_attention(layers, split),
         *_norms(recipe, layers, split),
         *_between(stages, held, split),
         *_replicas(recipe, [stages[number] for number in held], split),
@@ -113,6 +114,15 @@ def _experts(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[
     for of in ("tokens", "results of experts"):
         yield Traffic("data", "all_to_all", of, split.data, calls, tokens)
         yield Traffic("data", "all_to_all", f"gradients of {of}", split.data, calls, tokens)
+
+
+def _attention(layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
+    """Exchanges between ranks that share sequences; there are none otherwise."""
+    sizes = [size for layer in layers for size in layer.attended]
+    calls, size = split.passes * len(sizes), split.passes * sum(sizes)
+    for of, parts in (("queries, keys and values", 3), ("results of attention", 1)):
+        yield Traffic("data", "all_to_all", of, split.context, calls, parts * size)
+        yield Traffic("data", "all_to_all", f"gradients of {of}", split.context, calls, parts * size)
 
 
 def _norms(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:

@@ -27,6 +27,7 @@ from netfold.train.models import make_model
 from netfold.train.models.model import Model
 from netfold.train.parallel import tensor
 from netfold.train.parallel.batch_norm import norms_of
+from netfold.train.parallel.context import check_context
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.owned import owned_modules
 from netfold.train.parallel.pipeline_plan import check_chain
@@ -124,6 +125,7 @@ def _parallelism(recipe: Recipe, model: Model) -> Iterator[Callable[[], object]]
     """Checks that raise ValueError if a kind of parallelism cannot be applied to the model."""
     parallel = recipe.parallel
     yield lambda: owned_modules(model, recipe)
+    yield lambda: check_context(model, recipe)
     if parallel.tensor > 1:
         yield lambda: tensor.styles_of(model, parallel)
     if parallel.pipeline > 1:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from netfold.train.data.examples import Data, Examples, Panel, Pictures
 from netfold.train.models.model import Model, Replica
+from netfold.train.parallel.context import all_tokens, own_tokens
 from netfold.train.parallel.mesh import Mesh
 
 
@@ -57,7 +58,7 @@ def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequ
 
 @torch.no_grad()
 def predict(replica: Replica, data: Data, mesh: Mesh, batch: int, folder: Path) -> None:
-    """Write the outputs for the held-out examples as safetensors, one file for each data-parallel rank.
+    """Write the outputs for the held-out examples as safetensors, one file for each share of the samples.
 
     A file has `output` [n, ...] and `number` [n] int64, the examples' numbers. Only the last stage and the first tensor
     rank write. batch: samples per rank. Collective over the world. Cost: one rank's outputs in memory, on the CPU.
@@ -68,9 +69,9 @@ def predict(replica: Replica, data: Data, mesh: Mesh, batch: int, folder: Path) 
     for first, output, target in _outputs(replica, data.held_out, mesh, batch):
         if output is not None:
             numbers.append(torch.arange(first, first + len(target)))
-            outputs.append(output.cpu())
-    if outputs and mesh.tensor.rank == 0:
-        name = f"predictions-{mesh.data.rank + 1:05}-of-{mesh.data.size:05}.safetensors"
+            outputs.append(all_tokens(output, mesh).cpu())
+    if outputs and mesh.tensor.rank == 0 and (mesh.context is None or mesh.context.rank == 0):
+        name = f"predictions-{mesh.share + 1:05}-of-{mesh.shares:05}.safetensors"
         save_file({"number": torch.cat(numbers), "output": torch.cat(outputs).contiguous()}, folder / name)
 
 
@@ -81,11 +82,11 @@ def _outputs(
 
     The outputs are None before the last stage, and for a batch of padding only.
     """
-    total, stride = len(examples), batch * mesh.data.size
-    for first in range(mesh.data.rank * batch, -(-total // stride) * stride, stride):
+    total, stride = len(examples), batch * mesh.shares
+    for first in range(mesh.share * batch, -(-total // stride) * stride, stride):
         # An example's number is also the seed of its random choices.
         numbers = [min(index, total - 1) for index in range(first, first + batch)]
-        made = examples.batch(numbers, numbers).to(mesh.device)
+        made = own_tokens(examples.batch(numbers, numbers), mesh).to(mesh.device)
         output = replica.outputs(made)
         count = max(0, min(batch, total - first))
         yield first, output[:count] if output is not None and count else None, made.target[:count]

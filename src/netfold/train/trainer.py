@@ -45,6 +45,7 @@ from netfold.train.models.model import Model
 from netfold.train.optim import learning_rate, make_optimizer, undecayed
 from netfold.train.optim.step import OptimizerStep
 from netfold.train.parallel import parallelise
+from netfold.train.parallel.context import own_tokens
 from netfold.train.parallel.device import choose_device, seed
 from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import Recipe
@@ -110,7 +111,7 @@ class Trainer:
         self._round: list[StepVote] = []
         self._round_problems: list[str] = []
         """Under [diloco]: this island's votes of the round's steps, and the reasons of steps that were left out."""
-        self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
+        self.batch = recipe.training.batch * (self.mesh.shares if recipe.training.scaling == "weak" else 1)
         self.step = 0
         self.samples = 0
         """The position in the data: samples taken so far, whatever the batch was in earlier runs."""
@@ -123,9 +124,8 @@ class Trainer:
         self._examples = self.data.train if loaders == 1 else Pooled(self.data.train, loaders)
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":
-            # The stages of a pipeline and the ranks of a tensor group train on the same samples.
-            shared = self.mesh.pipeline.size * self.mesh.tensor.size > 1
-            self._replacer = BadExampleReplacer(self._examples, self.mesh.island() if shared else None)
+            shared = self.mesh.shares < dist.get_world_size()
+            self._replacer = BadExampleReplacer(self._examples, self.mesh.same_samples() if shared else None)
         self._non_finite = NonFinite(recipe.fault_tolerance)
         skips = recipe.fault_tolerance.non_finite == "skip"
         self._buffers = [buffer for each in self.replica.modules for buffer in each.buffers() if skips]
@@ -185,22 +185,22 @@ class Trainer:
         """
         if self.recovery is None or self.recovery.begin() is None:
             raise ValueError("there is no checkpoint to evaluate in the run's folder")
-        share = self.batch // self.mesh.data.size
+        share = self.batch // self.mesh.shares
         with self.update.common(), self.update.averages_in_place():
             if predictions is not None:
                 predict(self.replica, self.data, self.mesh, share, predictions)
             return evaluate(self.replica, self.model, self.data, self.mesh, share)
 
     def _train(self) -> Outcome:
-        training, data = self.recipe.training, self.mesh.data
+        training, mesh = self.recipe.training, self.mesh
         losses: list[float] = []
         self._begin()
         values: dict[str, float] = {}
         reason = "done"
         agree = None if self._replacer is None else self._replacer.agree
         examples = self._replacer or self._examples
-        pin = self.mesh.device.type == "cuda"
-        batches = Prefetcher(examples, training.seed, self.batch, data.rank, data.size, agree, pin=pin)
+        pin = mesh.device.type == "cuda"
+        batches = Prefetcher(examples, training.seed, self.batch, mesh.share, mesh.shares, agree, pin=pin)
         with contextlib.closing(batches):
             while self.step < self.steps:
                 votes = self._common_votes(self._one_step(batches))
@@ -254,7 +254,7 @@ class Trainer:
 
     def _one_step(self, batches: Prefetcher) -> StepVote:
         began_s = time.perf_counter()
-        batch = self._batch = batches.get(self.samples).to(self.mesh.device)
+        batch = self._batch = own_tokens(batches.get(self.samples), self.mesh).to(self.mesh.device)
         data_s = time.perf_counter() - began_s
         # A model's random numbers (dropout) depend on the seed, the step and the share of the data: no state to save.
         seed(
@@ -359,7 +359,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
-        share = self.batch // self.mesh.data.size
+        share = self.batch // self.mesh.shares
         panels: Sequence[Panel] = ()
         with self.update.common(), self.update.averages_in_place():
             values = evaluate(self.replica, self.model, self.data, self.mesh, share)

@@ -61,6 +61,9 @@ class Model:
     """The cut of each layer for `parallel.tensor`; without a plan they cannot be cut."""
     weights: Path | None = None
     """A folder of safetensors with the module's names. A run begins with them; each rank reads its own part."""
+    cuts_sequences: bool = False
+    """Whether `parallel.context` may cut sequences [n, s, ...]: all layers act on single tokens, or are a
+    `netfold.train.parallel.context.ContextModule`, and the loss has one item for each token."""
     blocks: tuple[str, ...] = ()
     """Class names of the modules that ZeRO gathers, `training.recompute` repeats, and `training.compile` compiles, each
     by itself. A `Chain` needs none: its layers are such blocks. Any other module without names is one block."""

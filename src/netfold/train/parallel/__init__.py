@@ -17,6 +17,7 @@ from netfold.train.models.model import Model, Replica, at_least_f32, blocks_of
 from netfold.train.parallel import tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.blocks import compile_blocks, recompute
+from netfold.train.parallel.context import cut_sequences
 from netfold.train.parallel.data_parallel import (
     average_gradients,
     averages_by_hand,
@@ -46,6 +47,7 @@ def parallelise(
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     tensor.cut(model, recipe.parallel, mesh)
     divide_owned(model, recipe, mesh)
+    cut_sequences(model, recipe, mesh)
     plan = Plan(model, recipe, mesh, examples, deferred) if mesh.pipeline.size > 1 else None
     blocks = list(blocks_of(model).values()) or [model.module]
     if recipe.training.recompute != "none":

@@ -58,6 +58,16 @@ class Mesh:
         """The ranks of the world, [pipeline, data, tensor]."""
         self.pipeline, self.tensor = (_axis(name, self.device_mesh[name]) for name in ("pipeline", "tensor"))
         self.data = _axis("data", self.data_mesh)
+        self.context: Axis | None = None
+        """The ranks that have parts of this rank's samples, if there are several."""
+        self.share, self.shares = self.data.rank, self.data.size
+        """A batch's samples are divided into `shares`; this rank has the one of number `share`, or a part of it."""
+        if parallel.context > 1:
+            # A new group, as for batch norm: collectives of layers must not mix with DDP's.
+            group = own_group(self.ranks.movedim(1, -1).reshape(-1, parallel.context).tolist())
+            self.shares //= parallel.context
+            self.share, place = divmod(self.data.rank, parallel.context)
+            self.context = Axis("context", place, parallel.context, group)
         self.site = self.data
         """The part of the data axis whose ranks average gradients in every step: under [diloco] one site, else all."""
         self.between: Axis | None = None
@@ -65,9 +75,10 @@ class Mesh:
         if diloco is not None:
             self.site, self.between = self._divide(diloco.sites or data)
 
-    def island(self) -> dist.ProcessGroup:
-        """A new group of the ranks that hold this rank's copy of the model. Collective over the world."""
-        return own_group(self.ranks.transpose(0, 1).flatten(1).tolist())
+    def same_samples(self) -> dist.ProcessGroup:
+        """A new group of the ranks that train on this rank's samples. Collective over the world."""
+        shares = self.ranks.reshape(self.pipeline.size, self.shares, -1, self.tensor.size)
+        return own_group(shares.transpose(0, 1).flatten(1).tolist())
 
     def site_ranks(self) -> dist.ProcessGroup:
         """A new group of all ranks of this rank's site. Collective over the world."""

@@ -133,6 +133,8 @@ class Parallel(Section):
     tensor: PositiveInt = 1
     style: Literal["alternating", "colwise", "rowwise"] = "alternating"
     """The cut of linear layers' weights, in torch's names. alternating: one all-reduce every two layers."""
+    context: PositiveInt = 1
+    """Data-parallel ranks that share samples, in runs of this many, and have an equal part of each sequence."""
     sequence: bool = False
     """Cut activations along the sequence between the layers that `tensor` cuts."""
     embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
@@ -282,6 +284,12 @@ class Recipe(Section):
         elif parallel.sequence and parallel.style != "alternating":
             advice = 'the sequence is cut between pairs of layers; set style = "alternating"'
             yield "parallel.sequence", "parallel.style", advice
+        if parallel.context > 1 and ranks > 1:
+            yield "parallel.context", "parallel.pipeline", "stages exchange whole sequences; set pipeline = 1"
+        if parallel.context > 1 and parallel.sequence:
+            yield "parallel.context", "parallel.sequence", "both cut sequences; leave one of the two out"
+        if parallel.context > 1 and diloco is not None:
+            yield "parallel.context", "diloco.every", "a sequence would be cut between sites; set context = 1"
         if self.fault_tolerance.non_finite == "rewind" and self.checkpoint.every == "end":
             advice = "there are no checkpoints to go back to; set checkpoint.every to a number of steps"
             yield "fault_tolerance.non_finite", "checkpoint.every", advice

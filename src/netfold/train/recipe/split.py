@@ -30,6 +30,8 @@ class Split:
     """Samples per step, of the whole job."""
     fsdp: bool
     """FSDP2 averages gradients, and casts weights and inputs in a lower precision; otherwise DDP and autocast do."""
+    context: int = 1
+    """Data-parallel ranks that share samples."""
 
     @property
     def ranks(self) -> int:
@@ -43,7 +45,7 @@ class Split:
     @property
     def samples(self) -> int:
         """Samples of one pass through a rank's layers."""
-        return self.batch // (self.data * self.passes)
+        return self.batch * self.context // (self.data * self.passes)
 
 
 def ranks_asked(parallel: Parallel) -> int:
@@ -73,18 +75,22 @@ def split(recipe: Recipe, ranks: int) -> Split:
         # The other checks then use the recipe's own number of data-parallel ranks.
         data = parallel.data or 1
     microbatches = (parallel.microbatches or parallel.pipeline) if parallel.pipeline > 1 else 1
-    factors = {"parallel.data": data} if training.scaling == "strong" else {}
+    context = parallel.context if data % parallel.context == 0 else 1
+    key = "parallel.data" if context == 1 else "parallel.data / parallel.context"
+    factors = {key: data // context} if training.scaling == "strong" else {}
     factors |= {"training.accumulate": training.accumulate, "parallel.microbatches": microbatches}
     problems += _batch(training.batch, factors) + check_batch_norm(parallel.batch_norm, data)
     problems += _divides("parallel.shard", parallel.shard or data, data)
+    problems += _divides("parallel.context", parallel.context, data)
     problems += _sites(recipe.diloco, data) if recipe.diloco is not None else []
     if problems:
         raise RecipeError(problems)
-    batch = training.batch * (data if training.scaling == "weak" else 1)
+    batch = training.batch * (data // context if training.scaling == "weak" else 1)
     stages = parallel.pipeline * stages_a_rank(parallel)
     by_hand = parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
     fsdp = data > 1 and (parallel.zero > 0 or (parallel.tensor > 1 and recipe.diloco is None and not by_hand))
-    return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch, fsdp)
+    passes = microbatches, training.accumulate
+    return Split(parallel.pipeline, data, parallel.tensor, stages, *passes, batch, fsdp, context)
 
 
 def check_batch_norm(ranks: int, data: int) -> list[str]:

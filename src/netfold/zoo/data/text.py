@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from netfold.extras import command
 from netfold.train.data.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
-from netfold.train.models.model import IGNORED
+from netfold.train.models.model import IGNORED, real_items
 
 MASK = 256
 BYTES = 256
@@ -131,7 +131,8 @@ def masked_source(context: int = 128, masked: float = 0.15, held_out: float = 0.
     asked = np.concatenate([number * context + _places(number, context, count) for number in range(len(examples))])
     asked = asked[asked > 0]
     baseline = float((guess[held[asked - 1], held[asked + 1]] == held[asked]).mean())
-    metric = Metric("masked accuracy", "", "higher", _found, baseline, "the byte most often between its two neighbours")
+    said = "the byte most often between its two neighbours"
+    metric = Metric("masked accuracy", "", "higher", _found, baseline, said, real_items)
     return Data(_adjacent(train, context, count), examples, metric)
 
 
@@ -230,7 +231,7 @@ class TokenFile:
 
 def bits(logits: Tensor, target: Tensor) -> Tensor:
     """The mean cross entropy per token of each sample, in bits [n]. Logits [n, s, vocabulary], target [n, s]."""
-    losses = functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none")
+    losses = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     return losses.view_as(target).mean(1) / math.log(2)
 
 
@@ -239,8 +240,7 @@ def _right(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _found(logits: Tensor, target: Tensor) -> Tensor:
-    asked = target != IGNORED
-    return ((logits.argmax(-1) == target) & asked).sum(1) / asked.sum(1)
+    return (logits.argmax(-1) == target) & (target != IGNORED)
 
 
 def _adjacent(text: NDArray[Any], context: int, masks: int = 0) -> Examples:

@@ -86,7 +86,7 @@ def hf(
         module, plan = _with_adapters(module, lora, task), None
     module.train()
     module.register_forward_hook(lambda *given: given[-1].logits)
-    return Model(module, class_loss, real_items, plan, kept, blocks)
+    return Model(module, class_loss, real_items, plan, kept, blocks=blocks)
 
 
 def _own_weights(path: str, module: nn.Module) -> Path | None:

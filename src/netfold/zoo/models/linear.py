@@ -24,7 +24,7 @@ def linear_stack(widths: Sequence[int]) -> Model:
 
 def class_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy [...] in nats, 0 where the class in `target` [...] is -100. Logits [..., classes]."""
-    losses = functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="none")
+    losses = functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
     return losses.view_as(target)
 
 

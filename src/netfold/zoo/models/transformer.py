@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.nn import functional
 
 from netfold.train.models.model import Chain, Model, Style, TensorPlan, real_items
+from netfold.train.parallel.context import ContextModule
 from netfold.train.parallel.tensor import in_units
 from netfold.zoo.models.linear import class_loss, named
 
@@ -86,10 +86,10 @@ def _transformer(
     nn.init.normal_(logits.weight, std=0.02)
     parts += [("head", named(norm=nn.LayerNorm(width), logits=logits))]
     plan = transformer_plan(layers, width // heads)
-    return Model(Chain(parts), class_loss, None if causal else real_items, plan)
+    return Model(Chain(parts), class_loss, None if causal else real_items, plan, cuts_sequences=True)
 
 
-class Embedding(nn.Module):
+class Embedding(ContextModule):
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
@@ -98,11 +98,13 @@ class Embedding(nn.Module):
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        first = self.first_position(tokens.shape[1])
+        places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.token(tokens) + self.position(places)
         return embedded
 
 
-class Attention(nn.Module):
+class Attention(ContextModule):
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
         if width % heads:
@@ -117,7 +119,7 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = self.attend(query, key, value, causal=self.causal)
         mixed_out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return mixed_out
 
