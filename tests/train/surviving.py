@@ -71,6 +71,8 @@ def toy_recipe(**sections: dict[str, Any]) -> Recipe:
         "data": {"name": "toy"},
         "training": {"steps": 8, "batch": 8},
         "optimizer": {"name": "adam", "lr": 0.01},
+        # Without a note about a choice, which a torch with CUDA makes.
+        "device": {"kind": "cpu"},
         "schedule": {"shape": "linear"},
     }
     for name, keys in sections.items():
