@@ -43,21 +43,35 @@ WHY = {
     "gpt-zero3": _SHORT_TEXT,
     "resnet18": "It sees each picture once; boosting fits every picture in each of its rounds",
     "resnet18-lars": "It sees each picture less than once; boosting fits every picture in each of its rounds",
-    "resnet50": "It sees a quarter of the pictures once; boosting fits every picture in each of its rounds",
+    "resnet50": "It sees each picture once; boosting fits every picture in each of its rounds",
 }
+# Recipes that begin with the weights that another one has reached, without its head.
+TUNED = {"bert-classes from bert": ("bert-classes", "bert")}
+HEAD = '["layers.head."]'
 
 
-def train(recipe: Path, seed: int) -> dict[str, Any]:
-    """The run's last evaluation, its metric with baseline, and how long it took from start to end."""
+def train(recipe: Path, seed: int, before: Path | None = None) -> dict[str, Any]:
+    """The run's last evaluation, its metric with baseline, and how long it took from start to end.
+
+    before: a recipe to run first, with whose weights this one begins.
+    """
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="netfold-recipes-") as folder:
         netfold = [sys.executable, "-m", "netfold.cli"]
-        command = [*netfold, "train", str(recipe)]
-        for setting in (f"training.seed={seed}", f"run.folder={folder}", "run.name=run"):
-            command += ["--set", setting]
-        ended = subprocess.run(command, timeout=DEADLINE_S, capture_output=True, text=True)
-        if ended.returncode:
-            raise RuntimeError(f"{recipe.name} from seed {seed} ended with {ended.returncode}:\n{ended.stderr}")
+        first = f"{folder}/first"
+        runs: list[tuple[Path, str, list[str]]] = [(recipe, "run", [])]
+        if before is not None:
+            runs = [
+                (before, "first", []),
+                (recipe, "run", [f"training.initial={first}", f"training.initial_except={HEAD}"]),
+            ]
+        for path, name, settings in runs:
+            command = [*netfold, "train", str(path)]
+            for setting in (f"training.seed={seed}", f"run.folder={folder}", f"run.name={name}", *settings):
+                command += ["--set", setting]
+            ended = subprocess.run(command, timeout=DEADLINE_S, capture_output=True, text=True)
+            if ended.returncode:
+                raise RuntimeError(f"{path.name} from seed {seed} ended with {ended.returncode}:\n{ended.stderr}")
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         report = [*netfold, "profile", "report", str(Path(folder, "run", "profile"))]
         recorded = subprocess.run(report, timeout=DEADLINE_S, capture_output=True, text=True, check=True).stdout
@@ -70,7 +84,8 @@ def train(recipe: Path, seed: int) -> dict[str, Any]:
     made, _ = load(recipe)
     return {
         "data": baselines.key(made),
-        "command": f"netfold train {recipe.stem} --set training.seed={seed}",
+        "command": f"netfold train {recipe.stem} --set training.seed={seed}"
+        + (f" --set training.initial=runs/{before.stem} --set 'training.initial_except={HEAD}'" if before else ""),
         "precision": made.training.precision,
         "metric": metric,
         "value": value,
@@ -111,11 +126,14 @@ def recipes(
 ) -> str:
     """The recipes"""
     kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    paths = {path.stem: path for path in RECIPES}
+    jobs: dict[str, tuple[Path, Path | None]] = {name: (path, None) for name, path in paths.items()}
+    jobs |= {name: (paths[of], paths[before]) for name, (of, before) in TUNED.items()}
     for seed in filter(None, seeds.split(",")):
-        for path in RECIPES:
-            if not names or path.stem in names:
-                of_seeds = {**kept.get(path.stem, {}), seed: train(path, int(seed))}
-                kept = driver.keep(KEPT, {path.stem: dict(sorted(of_seeds.items()))})
+        for name, (path, before) in jobs.items():
+            if not names or name in names:
+                of_seeds = {**kept.get(name, {}), seed: train(path, int(seed), before)}
+                kept = driver.keep(KEPT, {name: dict(sorted(of_seeds.items()))})
     (driver.RESULTS / "recipe_profiles.md").write_text(profiles(kept))
     rows, misses = [], []
     for name, of_seeds in kept.items():
@@ -134,7 +152,7 @@ def recipes(
                 ", ".join(of_seeds),
             ]
         )
-    absent = [path.stem for path in RECIPES if path.stem not in kept]
+    absent = [name for name in jobs if name not in kept]
     machines = "\n".join(f"- `{run['command']}`: {run['machine']}" for of in kept.values() for run in of.values())
     head = "recipe | ranks | steps x batch | metric | weak baseline | strong baselines | reached | seconds | seeds"
     return f"""The result of each recipe, as `netfold train` runs it: mean (lowest..highest) over the seeds. Strong

@@ -279,7 +279,7 @@ def _apart(mesh: Any) -> float:
     held = {"cut": torch.nn.Parameter(cut), "whole": torch.nn.Parameter(torch.zeros(1))}
     held["cut"].grad = torch.full_like(cut, 3 * own)
     held["whole"].grad = torch.tensor([4 * own])
-    return Clip(Held(held), 1.0, island=mesh.island()).clip()
+    return Clip(Held(held), 1.0, island=mesh.same_samples()).clip()
 
 
 def _not_finite(mesh: Any) -> str:
