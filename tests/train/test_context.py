@@ -60,6 +60,10 @@ def test_outputs_for_a_file_are_those_of_whole_sequences(found: list[dict[str, A
     [
         ({"parallel": {"context": 3}}, "parallel.context is 3, which does not divide the 4 data-parallel ranks"),
         ({"parallel": {"context": 2, "pipeline": 2}}, "parallel.context = 2 does not go with parallel.pipeline = 2"),
+        (
+            {"parallel": {"context": 4}, "data": {"context": 30}},
+            "context is 4, which does not divide the tokens",
+        ),
         ({"parallel": {"context": 2}, "model": {"name": "gpt-moe"}}, "parallel.context is 2, but the model's layers"),
         ({"parallel": {"context": 2}, "diloco": {"every": 2}}, "parallel.context = 2 does not go with diloco.every"),
     ],

@@ -27,7 +27,7 @@ from netfold.train.models import make_model
 from netfold.train.models.model import Model
 from netfold.train.parallel import tensor
 from netfold.train.parallel.batch_norm import norms_of
-from netfold.train.parallel.context import check_context
+from netfold.train.parallel.context import check_context, check_tokens
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.owned import owned_modules
 from netfold.train.parallel.pipeline_plan import check_chain
@@ -66,6 +66,8 @@ def validate_recipe(recipe: Recipe, ranks: int) -> ValidatedRecipe:
     example = None
     if data is not None:
         example = problems.collect(f"{data_is} cannot give an example: ", lambda: _example(recipe, data))
+    if example is not None:
+        problems.collect("", lambda: check_tokens(example, recipe.parallel.context))
     if model is not None and recipe.training.initial is not None:
         tensors = model_tensors([model.module], dict(model.module.named_parameters()))
         problems.collect("", lambda: check_initial(recipe.training, tensors))

@@ -72,10 +72,15 @@ def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
     if mesh.context is None:
         return batch
     ranks = mesh.context.size
-    wrong = next((list(each.shape) for each in batch.tensors if each.ndim < 2 or each.shape[1] % ranks), None)
-    if wrong is not None:
-        raise ValueError(f"parallel.context is {ranks}, which does not divide the tokens of a tensor of shape {wrong}")
+    check_tokens(batch, ranks)
     return batch.like([each.chunk(ranks, 1)[mesh.context.rank].contiguous() for each in batch.tensors])
+
+
+def check_tokens(batch: Batch, ranks: int) -> None:
+    """Raise ValueError unless `ranks` divides the tokens of every tensor of a batch of sequences."""
+    wrong = next((list(each.shape) for each in batch.tensors if each.ndim < 2 or each.shape[1] % ranks), None)
+    if ranks > 1 and wrong is not None:
+        raise ValueError(f"parallel.context is {ranks}, which does not divide the tokens of a tensor of shape {wrong}")
 
 
 def all_tokens(output: Tensor, mesh: Mesh) -> Tensor:
