@@ -4,8 +4,8 @@
 
 In each process `Trainer.fit` trains with all its default callbacks, except the profile of steps 11 to 60, which has
 figures of its own (profile_cost.md), and with DDP's own bucket size. After each block of steps, the last callback runs
-as many steps of the same model by hand: DDP with gradients that are views of its buckets, fused Adam, as the layer has
-them, batches made the same way by a thread that is one ahead, the loss read each step. A block of the layer's is
+as many steps of the same model by hand: DDP with gradients that are views of its buckets, and fused Adam, as the layer
+has them. A thread that is one ahead makes the batches, and the loss is read in each step. A block of the layer's is
 compared with the mean of the blocks by hand before and after it: what else the machine does falls on both. A model of
 one small layer shows what the layer costs in milliseconds, which does not depend on the model. NETFOLD_BENCH_WHERE=1
 prints where rank 0's time goes in the layer's blocks (cProfile, which makes calls dear).
