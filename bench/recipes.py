@@ -34,6 +34,7 @@ _SHORT_TEXT = "It sees a small part of the training text once, and an n-gram or 
 WHY = {
     "bert": "It sees 8 of 10 MB of the training text once, through 0.1 million weights; the n-grams count all of it",
     "bert-classes": "It starts from random weights, and sees 2 MB of text once",
+    "bert-classes from bert": "It knows 10 MB of text, and sees its own 2 MB once",
     "dlrm": "It learns single days: with more steps the loss of training falls, and the held-out loss rises",
     "edsr-large": "80 steps of four patches of 12 x 12 train 41 million weights; the filter has 1776",
     "gpt": "It sees 1 of 3 million tokens once, through 4 million weights; n-grams and xz count all of the text",
