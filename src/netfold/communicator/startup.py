@@ -18,6 +18,7 @@ from netfold._native import engine, protocol
 from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
+from netfold.bootstrap.open_files import allow_open_files
 from netfold.bootstrap.rendezvous import Job, PeerAddresses, Sockets
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.bootstrap.shm_discovery import Node, discover_nodes
@@ -114,6 +115,7 @@ def connect_group(
     undo: ExitStack,
 ) -> Connections:
     """Run all steps before the native group. options: resolved. Raises ValueError, RendezvousError, SwitchError."""
+    allow_open_files(size)
     agreement = _agree(store, rank, size, options, store_host, deadline)
     undo.callback(release_listener, agreement.listener)
     registered_group = RegisteredGroup(

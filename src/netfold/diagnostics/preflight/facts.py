@@ -170,8 +170,9 @@ def _version(package: str) -> str:
 
 
 def _limit(which: int) -> int:
-    soft, _ = resource.getrlimit(which)
-    return -1 if soft == resource.RLIM_INFINITY else soft
+    """The hard limit: a group raises the soft one."""
+    _, hard = resource.getrlimit(which)
+    return -1 if hard == resource.RLIM_INFINITY else hard
 
 
 def _read(path: str, *, link: bool = False) -> str:

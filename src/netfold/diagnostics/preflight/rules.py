@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from netfold.bootstrap.open_files import files_needed
 from netfold.diagnostics.preflight.facts import Facts
 from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.links import PairLink
@@ -18,8 +19,6 @@ from netfold.switch_protocol.data_path import ReceiveBuffer
 _SHM_A_RANK = 64 << 20
 _DISK_LEAST = 1 << 30
 _MEMORY_A_RANK = 1 << 30
-# Open files of a process, and for the connection to each other rank.
-_FILES, _FILES_A_RANK = 256, 6
 # A link is slow below this part of the median rate.
 _SLOW = 0.6
 # A link is slow below this part of its interfaces' speed, up to a limit that one TCP stream can reach.
@@ -135,11 +134,11 @@ def _shared(gathered: PreflightFacts) -> Iterator[Finding]:
 
 
 def _limits(gathered: PreflightFacts) -> Iterator[Finding]:
-    needed = _FILES + _FILES_A_RANK * len(gathered.facts)
+    needed = files_needed(len(gathered.facts))
     for facts in gathered.facts:
         if 0 <= facts.open_files_limit < needed:
             what = f"{facts.open_files_limit} files may be open; {len(gathered.facts)} ranks take about {needed}"
-            yield Finding(Level.FAIL, _who(facts), what, f"ulimit -n {max(4096, needed)}")
+            yield Finding(Level.FAIL, _who(facts), what, f"ulimit -Hn {max(4096, needed)}")
 
 
 def _cores(gathered: PreflightFacts) -> Iterator[Finding]:

@@ -1,0 +1,28 @@
+"""The number of files that a rank may have open: some connections and a doorbell for each other rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+# Of one group, beside what the process has open already; a rank with switches or rails needs more of the reserve.
+_RESERVE, _A_RANK = 256, 6
+
+
+def files_needed(ranks: int) -> int:
+    """Open files that a group of `ranks` ranks takes in each of its processes, about."""
+    return _RESERVE + _A_RANK * ranks
+
+
+def allow_open_files(ranks: int) -> None:
+    """Raise this process's soft limit of open files to what a group of `ranks` ranks needs, or to the hard limit.
+
+    The default soft limit, 1024, is that of programs which use select(), whose sets end there. Nothing is lowered.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + files_needed(ranks)
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # A sandbox may forbid it: connections then name the error.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
