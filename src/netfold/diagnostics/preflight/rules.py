@@ -138,7 +138,7 @@ def _limits(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts in gathered.facts:
         if 0 <= facts.open_files_limit < needed:
             what = f"{facts.open_files_limit} files may be open; {len(gathered.facts)} ranks take about {needed}"
-            yield Finding(Level.FAIL, _who(facts), what, f"ulimit -Hn {max(4096, needed)}")
+            yield Finding(Level.FAIL, _who(facts), what, f"ulimit -n {max(4096, needed)}")
 
 
 def _cores(gathered: PreflightFacts) -> Iterator[Finding]:
