@@ -31,7 +31,6 @@ class Experts(Owned):
     def __init__(self, experts: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.experts = nn.ModuleDict(experts)
-        self._held = [len(experts)]
 
     def divide(self, mesh: Mesh, how: str) -> None:
         names, ranks = list(self.experts), mesh.data.size

@@ -6,6 +6,7 @@ owner's gradient is complete: no rank averages it, and no two ranks hold the sam
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
@@ -18,7 +19,7 @@ from netfold.train.parallel.mesh import Axis, Mesh
 from netfold.train.recipe import Recipe
 
 
-class Owned(nn.Module):
+class Owned(nn.Module, ABC):
     """A module that `divide_owned` may cut. Then `axis` is the data axis, and this rank has some of the parts.
 
     The gradients of a part are those of the mean loss over all data-parallel ranks, as for every other parameter.
@@ -28,9 +29,9 @@ class Owned(nn.Module):
     """The key of `parallel` that divides it."""
     axis: Axis | None = None
 
+    @abstractmethod
     def divide(self, mesh: Mesh, how: str) -> None:
         """Keep this rank's parts, under the same names. how: the key's value. No communication."""
-        raise NotImplementedError(f"{type(self).__name__} has no divide")
 
     def exchange(
         self,
