@@ -125,6 +125,9 @@ class ShmCollective : public Algorithm {
   };
   // The time between two checks whether awaited ranks are still there.
   static constexpr std::int64_t kCheckNs = 1'000'000;
+  // The end of an awaited rank shows by its connection, which is made after a wait of this time; a next rank's after as
+  // long again. Most waits are shorter, and a node's ranks need no connections among one another.
+  static constexpr std::int64_t kConnectNs = 50'000'000;
 
   Reference reference(int position, std::size_t number) const;
   bool post();
@@ -132,7 +135,8 @@ class ShmCollective : public Algorithm {
   void read_post(int position);
   void compare(int position);
   bool is_awaited(int position) const;
-  void find_lost();
+  // connects: may use the connection to one awaited rank that has none yet.
+  void find_lost(bool connects);
   // Fails with the reason that a rank left in its segment.
   void read_failure(int position);
 
@@ -142,6 +146,8 @@ class ShmCollective : public Algorithm {
   std::vector<bool> read_;
   std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
   std::int64_t next_check_ns_ = 0;
+  std::int64_t connect_ns_ = -1;
+  bool awaits_unconnected_ = false;
   bool check_due_ = false;
 };
 
