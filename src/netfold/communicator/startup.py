@@ -18,10 +18,11 @@ from netfold._native import engine, protocol
 from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
+from netfold.bootstrap.mesh_exchange import MeshExchange
 from netfold.bootstrap.open_files import allow_open_files
 from netfold.bootstrap.rendezvous import Job, PeerAddresses, Sockets
 from netfold.bootstrap.secure_stream import mesh_secrets
-from netfold.bootstrap.shm_discovery import Node, discover_nodes
+from netfold.bootstrap.shm_discovery import Node, NodeSocket, form_node
 from netfold.bootstrap.store import Store
 from netfold.communicator.membership import Membership, join_for_host
 from netfold.options import SECURITIES, Options
@@ -132,7 +133,7 @@ def connect_group(
     undo.callback(agreement.listener.deregister, registered_group, failure)
     mesh = _connect_mesh(agreement, registered_group, options, deadline, undo)
     over = _open_fabric(agreement, registered_group, mesh, options, deadline)
-    memory = _share_memory(mesh, rank, size, options, deadline, undo)
+    memory = _share_memory(agreement.job, mesh, rank, size, options, deadline, undo)
     choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
     workers = choice.table.workers(choice.topology)
     if len(workers) > protocol.MAX_WORKERS:
@@ -202,13 +203,29 @@ def _open_fabric(
     return Fabric(streams, port, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
 
 
-def _share_memory(mesh: Mesh, rank: int, size: int, options: Options, deadline: float, undo: ExitStack) -> SharedMemory:
-    nodes, node = discover_nodes(rank, size, mesh.streams, enabled=options.shares_memory, deadline=deadline)
-    if node is None:
-        return SharedMemory(nodes, None)
-    undo.callback(node.close)
-    reader, copies = peer_memory.negotiate(node, enabled=options.single_copy != "off", deadline=deadline)
-    return SharedMemory(nodes, node, reader, copies)
+def _share_memory(
+    job: Job, mesh: Mesh, rank: int, size: int, options: Options, deadline: float, undo: ExitStack
+) -> SharedMemory:
+    host = ""
+    if options.shares_memory:
+        node_socket = NodeSocket(rank, job.secret)
+        undo.callback(node_socket.close)
+        host = node_socket.host
+    everyone = MeshExchange(rank, range(size), mesh.streams, deadline)
+    hosts = everyone.all_gather(host)
+    leader, node, reader, copies = rank, None, None, ""
+    if host:
+        candidates = [peer for peer in range(size) if hosts[peer] == host]
+        exchange = MeshExchange(rank, candidates, mesh.streams, deadline)
+        leaders, node = form_node(node_socket, candidates, exchange)
+        leader = leaders[candidates.index(rank)]
+        if node is not None:
+            undo.callback(node.close)
+        single_copy = options.single_copy != "off"
+        reader, copies = peer_memory.negotiate(node, rank, candidates, exchange, enabled=single_copy)
+    found = everyone.all_gather(leader)
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(found))}
+    return SharedMemory(tuple(numbers[each] for each in found), node, reader, copies)
 
 
 def _choose(
@@ -305,7 +322,8 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
     )
     undo.callback(engine.remove_group, native)
     if node is not None:
-        native.share(node.position, list(node.ranks), *node.take_descriptors(), memory.peer_memory)
+        name, token = node.socket.name, node.socket.token
+        native.share(node.position, list(node.ranks), *node.take_descriptors(), name, token, memory.peer_memory)
     return native
 
 
