@@ -2,6 +2,7 @@
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
+#include <cstring>
 #include <string_view>
 
 #include "auth.hpp"
@@ -216,16 +217,22 @@ void bind_group(nb::module_& e) {
       .def_prop_ro("shares", &Group::shares, "As of the last operation; None: none were set.")
       .def(
           "share",
-          [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
-             const std::vector<int>& doorbells, const std::vector<int>& links,
-             std::shared_ptr<transport::PeerMemory> memory) {
-            self.share(std::make_unique<transport::ShmNode>(position, ranks, owned(segments), owned(doorbells),
-                                                            owned(links), std::move(memory)));
+          [](Group& self, int position, const std::vector<int>& ranks, int memory, int socket, std::string name,
+             const nb::bytes& token, std::shared_ptr<transport::PeerMemory> peer_memory) {
+            transport::Fd memory_fd(memory);
+            transport::Fd socket_fd(socket);
+            transport::ShmFdExchange::Token own_token{};
+            if (token.size() != own_token.size()) throw nb::value_error("the token has the wrong length");
+            std::memcpy(own_token.data(), token.data(), own_token.size());
+            self.share(std::make_unique<transport::ShmNode>(position, ranks, std::move(memory_fd), std::move(socket_fd),
+                                                            std::move(name), own_token, std::move(peer_memory)));
           },
-          "position"_a, "ranks"_a, "segments"_a, "doorbells"_a, "links"_a, "memory"_a.none(),
-          "Share memory with the ranks of the node. segments[p], doorbells[p], links[p]: memfd, eventfd and local "
-          "socket of position p (links: -1 at this rank's position); the group owns them. memory: with probes of all "
-          "other ranks, on all ranks alike; or None.")
+          "position"_a, "ranks"_a, "memory"_a, "socket"_a, "name"_a, "token"_a, "peer_memory"_a.none(),
+          "Share memory with the ranks of the node.\n\n"
+          "memory: a memfd of node_bytes(len(ranks)), the same on all ranks; the group owns it.\n"
+          "socket: a datagram socket bound to the abstract address `name` + rank; the group owns it.\n"
+          "token: 16 bytes that only the ranks of the node know.\n"
+          "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
       .def("submit", &submit, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
            "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
       .def("all_reduce_here", &all_reduce_here, "array"_a, "reduce"_a, "average"_a, "timeout_ns"_a,

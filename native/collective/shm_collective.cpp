@@ -201,15 +201,15 @@ bool ShmCollective::begin_use_of_all() {
 }
 
 void ShmCollective::ask_for_slots(Stream stream, int position) {
-  node_.publish((node_.own().*stream).asked[position], number_);
+  node_.publish(node_.asked(stream, self_, position), number_);
 }
 
 bool ShmCollective::is_asked_for_slots(Stream stream, int position) const {
-  return (node_.segment(position).*stream).asked[self_].load(std::memory_order_acquire) == number_;
+  return node_.asked(stream, position, self_).load(std::memory_order_acquire) == number_;
 }
 
 std::uint32_t ShmCollective::published(Stream stream, int position) const {
-  const std::uint64_t newest = (node_.segment(position).*stream).published.load(std::memory_order_acquire);
+  const std::uint64_t newest = node_.published(stream, position).load(std::memory_order_acquire);
   return newest <= tag(0) ? 0 : static_cast<std::uint32_t>(newest - tag(0));
 }
 
@@ -228,19 +228,19 @@ bool ShmCollective::slot_is_free(Stream stream, std::uint32_t round) const {
 }
 
 std::byte* ShmCollective::slot(Stream stream, int position, std::uint32_t round) const {
-  return (node_.segment(position).*stream).slots[round % Node::kSlots];
+  return node_.slot(stream, position, round);
 }
 
 void ShmCollective::publish(Stream stream, std::uint32_t rounds) {
-  node_.publish((node_.own().*stream).published, tag(rounds));
+  node_.publish(node_.published(stream, self_), tag(rounds));
 }
 
 void ShmCollective::take(Stream stream, int position, std::uint32_t rounds) {
-  (node_.own().*stream).taken[position].store(tag(rounds), std::memory_order_release);
+  node_.taken(stream, self_, position).store(tag(rounds), std::memory_order_release);
 }
 
 bool ShmCollective::has_taken(Stream stream, int reader, std::uint32_t rounds) const {
-  return (node_.segment(reader).*stream).taken[self_].load(std::memory_order_acquire) >= tag(rounds);
+  return node_.taken(stream, reader, self_).load(std::memory_order_acquire) >= tag(rounds);
 }
 
 bool ShmCollective::is_awaited(int position) const {

@@ -1,10 +1,10 @@
 """Measure the links of a group before the first operation, and make the choice table.
 
-Rank 0 exchanges pings over a new connection with one rank of another host, fits the cost model's links, builds the table
-and sends it to all. A copy inside this process measures memory. A process measures the same hosts once.
+Rank 0 exchanges pings over a new connection with one rank of another host, fits the cost model's links, builds the
+table and sends it to all. A copy inside this process measures memory. A process measures the same hosts once.
 
-On that connection there are frames of a letter and a length. `P`: a ping of that length, whose reply is one byte. `E`: the
-end of the pings.
+On that connection there are frames of a letter and a length. `P`: a ping of that length, whose reply is one byte. `E`:
+the end of the pings.
 """
 
 from __future__ import annotations

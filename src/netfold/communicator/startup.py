@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from netfold._native import engine, protocol
-from netfold.bootstrap import capacity, fabric, probe, rendezvous
+from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
 from netfold.bootstrap.open_files import allow_open_files
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
-from netfold.bootstrap.shm_discovery import Node
+from netfold.bootstrap.shm_discovery import Node, NodeSocket, form_node
 from netfold.bootstrap.store import Store
 from netfold.bootstrap.tree import StartTree
 from netfold.communicator.membership import Membership, join_for_host
@@ -133,10 +133,15 @@ def connect_group(
     failure = engine.FAILURES.index("system"), -1, "it could not join"
     undo.callback(agreement.listener.deregister, registered_group, failure)
     undo.callback(registered_group.close_connections)
-    mesh = _connect_mesh(agreement, registered_group, options, deadline)
+    # Before this rank's address is published: whoever reads that may reach the socket at once.
+    node_socket = NodeSocket(rank, agreement.job.secret) if options.shares_memory else None
+    if node_socket is not None:
+        undo.callback(node_socket.close)
+    host = "" if node_socket is None else node_socket.host
+    mesh = _connect_mesh(agreement, registered_group, options, host, deadline)
     with _failure_told(mesh.tree):
         over = _open_fabric(agreement, registered_group, mesh, options, deadline)
-        memory = _share_memory(mesh, rank, size, options, deadline, undo)
+        memory = _share_memory(mesh, node_socket, options, rank, undo)
         choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
         workers = choice.table.workers(choice.topology)
         if len(workers) > protocol.MAX_WORKERS:
@@ -192,6 +197,7 @@ def _connect_mesh(agreement: Agreement, registered_group: RegisteredGroup, optio
         agreement.interfaces,
         deadline,
         fabric=options.fabric,
+        host=host,
     )
     hosts = {host for endpoints in peer_addresses.endpoints for host, _ in endpoints}
     return Mesh(tree, peer_addresses, by_host, frozenset(hosts.union(agreement.interfaces.hosts)))
@@ -214,8 +220,34 @@ def _open_fabric(
     return Fabric(streams, port, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
 
 
-def _share_memory(mesh: Mesh, rank: int, size: int, options: Options, deadline: float, undo: ExitStack) -> SharedMemory:
-    return SharedMemory(tuple(range(size)), None)
+class HostExchange:
+    """The exchange of shm_discovery.py among the ranks of this host."""
+
+    def __init__(self, tree: StartTree) -> None:
+        self._tree = tree
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._tree.all_gather_on_host(value, "the ranks found out which of them share memory")
+
+
+def _share_memory(
+    mesh: Mesh, node_socket: NodeSocket | None, options: Options, rank: int, undo: ExitStack
+) -> SharedMemory:
+    leader, node, reader, copies = rank, None, None, ""
+    if node_socket is not None:
+        candidates = next(ranks for ranks in mesh.by_host if rank in ranks)
+        exchange = HostExchange(mesh.tree)
+        leaders, node = form_node(node_socket, candidates, exchange)
+        leader = leaders[candidates.index(rank)]
+        if node is None:
+            node_socket.close()
+        else:
+            undo.callback(node.close)
+        single_copy = options.single_copy != "off"
+        reader, copies = peer_memory.negotiate(node, rank, candidates, exchange, enabled=single_copy)
+    found = mesh.tree.all_gather(leader, "the ranks found out which of them share memory")
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(found))}
+    return SharedMemory(tuple(numbers[each] for each in found), node, reader, copies)
 
 
 def _choose(
@@ -316,7 +348,8 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
     )
     undo.callback(engine.remove_group, native)
     if node is not None:
-        native.share(node.position, list(node.ranks), *node.take_descriptors(), memory.peer_memory)
+        name, token = node.socket.name, node.socket.token
+        native.share(node.position, list(node.ranks), *node.take_descriptors(), name, token, memory.peer_memory)
     return native
 
 

@@ -28,7 +28,7 @@ class ShmCollective : public Algorithm {
 
  protected:
   using Node = transport::ShmNode;
-  using Stream = Node::Stream Node::Segment::*;
+  using Stream = Node::Stream;
   // Borrows all three for its lifetime. Positions in the node index the call's buffers and name its root.
   ShmCollective(const Call& call, transport::Mesh& mesh, Node& node);
 
