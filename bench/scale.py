@@ -1,14 +1,14 @@
-"""What a job of many ranks costs: start-up, a new group, memory and descriptors a rank, all_reduce, and the end. As root:
+"""What a job of many ranks costs: its start-up, a new group, memory and descriptors a rank, all_reduce, its end:
 
-    .venv/bin/python bench/scale.py                                              # or `make scale`
+    .venv/bin/python bench/scale.py                                              # or `make scale`, as root
     .venv/bin/python bench/scale.py --ranks 32,64,128                            # beside gloo
     .venv/bin/python bench/scale.py --ranks 8,16,32 --hosts 1                    # on one host: without root
 
---per-host ranks share an emulated host, whose links are not shaped; --hosts gives the number of hosts instead. A process
-a host imports what its ranks need, and forks them. All ranks wait; then each phase begins with an order that all get at
-once, and ends with the last rank. Gloo takes turns with netfold at every P up to --gloo-up-to, --launches times; a
-larger P is started once. A P that does not come up within --deadline seconds a phase, or for which memory does not
-suffice, is a row that says so.
+--per-host ranks share an emulated host, whose links are not shaped; --hosts gives the number of hosts instead. A
+process on each host imports what its ranks need, and forks them. All ranks wait; then each phase begins with an order
+that all get at once, and ends with the last rank. Gloo takes turns with netfold at every P up to --gloo-up-to,
+--launches times; a larger P is started once. A P that does not come up within --deadline seconds a phase, or for which
+memory does not suffice, is a row that says so.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ GRACE_S = 10.0
 POLL_S = 0.2
 PHASES = 10
 MB = 1e6
+TIMES = (
+    "ranks | hosts | side | start-up s: last rank | of it the store | a rank: median, most | "
+    "CPU s a rank: median, most | new group s | first all_reduce ms | the new group's | 4 B ms | 1 MB ms | end s | "
+    "launches"
+)
+HELD = (
+    "ranks | hosts | side | private MB: forked | with its group | after | PSS MB after | shared MB after | "
+    "the machine's MB | descriptors: forked | with its group | after | threads"
+)
 
 Found = dict[str, Any]
 
@@ -63,7 +72,9 @@ Found = dict[str, Any]
 class Member(Protocol):
     """A rank's end of two groups of all ranks."""
 
-    def start(self) -> None: ...
+    def start(self) -> float:
+        """Make the first group. Returns the moment when this rank was connected to the store."""
+        ...
 
     def new_group(self) -> None: ...
 
@@ -80,9 +91,11 @@ class Netfold:
         self._deadline_s = deadline_s
         self._groups: list[Communicator] = []
 
-    def start(self) -> None:
+    def start(self) -> float:
         self._store = self._connect()
+        connected = time.monotonic()
         self.new_group()
+        return connected
 
     def new_group(self) -> None:
         self._groups.append(
@@ -113,7 +126,7 @@ class Gloo:
         self._rank, self._size = rank, size
         self._groups: list[Any] = []
 
-    def start(self) -> None:
+    def start(self) -> float:
         store = self._dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -122,10 +135,12 @@ class Gloo:
             self._timeout,
             wait_for_workers=False,
         )
+        connected = time.monotonic()
         self._dist.init_process_group(
             "gloo", store=store, timeout=self._timeout, rank=self._rank, world_size=self._size
         )
         self._groups.append(self._dist.group.WORLD)
+        return connected
 
     def new_group(self) -> None:
         self._groups.append(self._dist.new_group(timeout=self._timeout))
@@ -324,10 +339,10 @@ def launch(network: Network, side: str, size: int, calls: int, deadline_s: float
             failures = [of["failed"] for of in by_host if "failed" in of]
             if failures:
                 raise BenchError(f"{order[0]}: {min(failures)[1]}")
-            by_rank = dict(sorted((pair for of in by_host for pair in of["answers"].items())))
+            by_rank = dict(sorted(pair for of in by_host for pair in of["answers"].items()))
             ends, cpu, values = zip(*by_rank.values(), strict=True)
             took = [end - began for end in ends]
-            return {"took": took, "s": max(took), "cpu": cpu, "values": values}
+            return {"began": began, "took": took, "s": max(took), "cpu": cpu, "values": values}
 
         def call_s(*order: int) -> float:
             return statistics.median(driver.slowest(ask("all_reduce", *order)["values"]))
@@ -339,6 +354,8 @@ def launch(network: Network, side: str, size: int, calls: int, deadline_s: float
         held["started"] = ask("resources")["values"]
         found = {
             "start_s": start["s"],
+            "store_s": max(start["values"]) - start["began"],
+            "after_store_s": start["s"] + start["began"] - max(start["values"]),
             "start_of_ranks_s": [statistics.median(start["took"]), max(start["took"])],
             "start_cpu_s": [statistics.median(start["cpu"]), max(start["cpu"])],
             "first_s": call_s(0, SMALL, 1),
@@ -412,43 +429,45 @@ def page(found: Mapping[int, Found], calls: int) -> str:
         well: dict[str, list[Found]] = {}
         for side, launches in of_size["sides"].items():
             place = [size, of_size["hosts"], side]
-            failures += [f"- {size} ranks, {side}: {of['failed']}." for of in launches if "failed" in of]
+            reasons = [of["failed"].replace("|", "/") for of in launches if "failed" in of]
             well[side] = [of for of in launches if "failed" not in of]
             if well[side]:
                 times.append([*place, *time_cells(well[side])])
                 held.append([*place, *held_cells(well[side])])
+                failures += [f"{size} ranks, {side}, of {len(launches)} launches: {reason}" for reason in reasons]
             else:
-                times.append([*place, "did not come up", *["-"] * 9])
+                times.append([*place, f"failed: {reasons[0]}", *["-"] * (len(TIMES.split(" | ")) - 4)])
         if len(well) == 2 and all(well.values()):
-            ratios.append([size, *(ratio_cell(well, name) for name in ("start_s", "new_group_s"))])
+            ratios.append([size, *(ratio_cell(well, name) for name in ("start_s", "after_store_s", "new_group_s"))])
     parts = [
-        f"""Start-up: from the order that all waiting ranks get, until the last one has its group; a rank's own time begins with
-the same order. A new group: of all ranks, over the same store, while the first lives. An all_reduce's time is the slowest
-rank's: the first one in a group; the median of {calls} of {SMALL} B and of {LARGE_CALLS} of 1 MB of f32, every element
-checked. The end: from the order to close until the last process has ended. Several launches: their median, 5% .. 95%.""",
+        f"""Start-up: from the order that all waiting ranks get, until the last one has its group; a rank's own time
+begins with the same order. The store: until the last rank is connected to rank 0's store, whose server starts with
+the same order. A new group: of all ranks, over the same store, while the first lives. An all_reduce's time is the
+slowest rank's: the first one in a group; the median of {calls} of {SMALL} B and of {LARGE_CALLS} of 1 MB of f32, every
+element checked. The end: from the order to close until the last process has ended. Of several launches: their median,
+5% .. 95%.""",
         driver.table(
-            "ranks | hosts | side | start-up s: last rank | a rank: median, most | CPU s a rank: median, most | "
-            "new group s | first all_reduce ms | the new group's | 4 B ms | 1 MB ms | end s | launches",
+            TIMES,
             times,
         ),
     ]
     if failures:
-        parts.append("What failed:\n\n" + "\n".join(failures))
+        parts.append("Launches that failed:\n\n" + "\n".join(f"- {each}" for each in failures))
     if held:
         parts += [
-            """What a rank holds, the median of ranks and the most: when it has been forked, with its group, and after the
-collectives. A rank is forked from a process that has imported netfold or torch: it shares the memory of what was
-imported. The machine's memory: what became unavailable during start-up, the kernel's socket buffers included, by rank.""",
+            """What a rank holds, the median of ranks and the most: when it has been forked, with its group, and after
+the collectives. A rank is forked from a process that has imported netfold or torch: it shares the memory of what was
+imported. The machine's memory: what became unavailable during start-up, by rank, the kernel's socket buffers
+included.""",
             driver.table(
-                "ranks | hosts | side | private MB: forked | with its group | after | PSS MB after | shared MB after | "
-                "the machine's MB | descriptors: forked | with its group | after | threads",
+                HELD,
                 held,
             ),
         ]
     if ratios:
         parts += [
             "netfold's seconds over gloo's, launch by launch; below 1 netfold is faster:",
-            driver.table("ranks | start-up | new group", ratios),
+            driver.table("ranks | start-up | start-up after the store | new group", ratios),
         ]
     return "\n\n".join(parts)
 
@@ -460,7 +479,7 @@ def time_cells(launches: Sequence[Found]) -> list[object]:
     def of_ranks(name: str) -> str:
         return two([each[name] for each in launches], ".2f")
 
-    times = [of("start_s"), of_ranks("start_of_ranks_s"), of_ranks("start_cpu_s"), of("new_group_s")]
+    times = [of("start_s"), of("store_s"), of_ranks("start_of_ranks_s"), of_ranks("start_cpu_s"), of("new_group_s")]
     calls = [of(name, ".1f", 1e3) for name in ("first_s", "new_first_s", "small_s", "large_s")]
     return [*times, *calls, of("end_s"), len(launches)]
 
