@@ -1,4 +1,4 @@
-"""What a job of many ranks costs: its start-up, a new group, memory and descriptors a rank, all_reduce, its end:
+"""The cost of many ranks: start-up, a new group, memory and descriptors a rank, all_reduce, and the job's end:
 
     .venv/bin/python bench/scale.py                                              # or `make scale`, as root
     .venv/bin/python bench/scale.py --ranks 32,64,128                            # beside gloo
@@ -457,10 +457,10 @@ element checked. The end: from the order to close until the last process has end
         parts.append("Launches that failed:\n\n" + "\n".join(f"- {each}" for each in failures))
     if held:
         parts += [
-            """What a rank holds, the median of ranks and the most: when it has been forked, with its group, and after
-the collectives. A rank is forked from a process that has imported netfold or torch: it shares the memory of what was
-imported. The machine's memory: what became unavailable during start-up, by rank, the kernel's socket buffers
-included.""",
+            """Memory, descriptors and threads of a rank, the median of ranks and the most: when it has been forked,
+with its group, and after the collectives. A rank is forked from a process that has imported netfold or torch: it shares
+the memory of what was imported. The machine's memory: what became unavailable during start-up, by rank, the kernel's
+socket buffers included.""",
             driver.table(
                 HELD,
                 held,
