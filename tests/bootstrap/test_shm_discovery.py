@@ -174,7 +174,7 @@ def test_all_ranks_of_a_node_have_one_memory() -> None:
 
 
 def test_more_ranks_than_a_node_holds_are_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery.engine, "MAX_NODE_SIZE", 2)
+    monkeypatch.setattr(engine, "MAX_NODE_SIZE", 2)
     with sockets_of(range(5)) as sockets:
         leaders, nodes = form(sockets)
         assert leaders == [(0, 0, 2, 2, 4)] * 5

@@ -47,7 +47,7 @@ def host_identity() -> str:
     """Name this host and network namespace: abstract sockets reach no further. Empty where they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/net")
+        namespace = os.stat("/proc/thread-self/ns/net")  # of the thread that makes the socket
     except OSError:
         return ""
     return f"{boot} {namespace.st_dev} {namespace.st_ino}"
