@@ -6,6 +6,11 @@
 
 namespace netfold::collective {
 
+// A table of sizes and references to as many buffers fit in a post.
+static_assert(transport::ShmNode::kMaxSize * (sizeof(std::uint64_t) + 2 * sizeof(std::uint64_t)) <=
+              transport::ShmNode::kPostBytes);
+static_assert(transport::ShmNode::kSlotBytes / transport::ShmNode::kMaxSize >= 64);
+
 ShmCollective::ShmCollective(const Call& call, transport::Mesh& mesh, Node& node)
     : call_(call),
       mesh_(mesh),

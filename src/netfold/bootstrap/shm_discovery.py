@@ -2,9 +2,9 @@
 
 Candidates are ranks of one host and one network namespace, as `host_identity` names them. Every rank has a datagram
 socket with an abstract name that only the group can derive (`NodeSocket`). Each candidate tries whether it reaches the
-sockets of the others. Ranks that all reach each other are a node. The lowest rank of a node makes its memory (memfd) and
-sends it to the others by their sockets. Later the ranks wake each other, and pass descriptors of buffers, by the same
-sockets. So a rank has one socket and one memory, whatever the number of ranks.
+sockets of the others. Ranks that all reach each other are a node. The lowest rank of a node makes the node's memory
+(memfd) and sends it to the others. Later the ranks wake each other, and pass descriptors of buffers, by
+the same sockets. So a rank has one socket and one memory, whatever the number of ranks.
 
 Names of abstract sockets can be listed by every user of the host. Each message therefore carries a token, and a filter
 in the kernel drops messages without it.
@@ -47,7 +47,7 @@ def host_identity() -> str:
     """Name this host and network namespace: abstract sockets reach no further. Empty where they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/net")
+        namespace = os.stat("/proc/thread-self/ns/net")  # of the thread that makes the socket
     except OSError:
         return ""
     return f"{boot} {namespace.st_dev} {namespace.st_ino}"
@@ -85,7 +85,7 @@ class NodeSocket:
 
     def send_memory(self, peer: int, memory: int) -> None:
         """Send the node's memory. The peer tells whether it has received it."""
-        # Not socket.send_fds, which ignores the address before Python 3.14.
+        # Not socket.send_fds: that of Python 3.11 ignores the address.
         descriptor = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))
         with contextlib.suppress(OSError):
             self._socket.sendmsg([self.token + _FILLING], [descriptor], 0, self._address(peer))
@@ -101,10 +101,10 @@ class NodeSocket:
             fds = array.array("i")
             for _, _, data in ancillary:  # descriptors alone: the socket asked for nothing else
                 fds.frombytes(data)
-            is_whole = not flags & socket.MSG_TRUNC and packet[_TOKEN_BYTES:] == _FILLING and len(fds) == 1
-            if is_whole and hmac.compare_digest(packet[:_TOKEN_BYTES], self.token):
-                if os.fstat(fds[0]).st_size == expected_bytes:
-                    return fds[0]
+            is_whole = not flags & socket.MSG_TRUNC and packet[_TOKEN_BYTES:] == _FILLING
+            is_of_node = is_whole and hmac.compare_digest(packet[:_TOKEN_BYTES], self.token)
+            if is_of_node and len(fds) == 1 and os.fstat(fds[0]).st_size == expected_bytes:
+                return fds[0]
             for fd in fds:
                 os.close(fd)
 
@@ -163,15 +163,13 @@ def form_node(own: NodeSocket, candidates: Sequence[int], exchange: Exchange) ->
         if rank != members[0]:
             memory = own.receive_memory(bytes_)
         has_memory = dict(zip(candidates, exchange.all_gather(memory is not None), strict=True))
-        leaders = {}
-        for node in nodes:
-            for peer in node:
-                leaders[peer] = node[0] if has_memory[peer] else peer
-        ranks = tuple(peer for peer in members if leaders[peer] == leaders[rank])
+        leader = {peer: node[0] if has_memory[peer] else peer for node in nodes for peer in node}
+        leaders = tuple(leader[peer] for peer in candidates)
+        ranks = tuple(peer for peer in members if leader[peer] == leader[rank])
         if memory is None or len(ranks) == 1:
-            return tuple(leaders.values()), None
+            return leaders, None
         kept, memory = memory, None
-        return tuple(leaders.values()), Node(ranks, ranks.index(rank), kept, own)
+        return leaders, Node(ranks, ranks.index(rank), kept, own)
     finally:
         if memory is not None:
             os.close(memory)

@@ -1,9 +1,9 @@
 // The memory that the ranks of one node share, and the means to wake each rank.
 //
-// The memory is one descriptor (memfd), which the lowest rank of the node makes. Every rank owns one segment of it. Only
-// the owner writes to a segment, so no location has two writers and no lock is needed. The exception are the flags of
-// the sleeping ranks, one bit a rank: a rank sets its own, and a waking rank clears it. A rank writes values first, then
-// the counter that publishes them.
+// The memory is one memfd, which the lowest rank of the node makes. Every rank owns one segment of it. Only the owner
+// writes to a segment, so no location has two writers and no lock is needed. The exception is the flag of a sleeping
+// rank, a bit beside those of other ranks: the rank sets it, and a waking rank clears it. A rank writes values first,
+// then the counter that publishes them.
 //
 //   post     a rank's announcement of one call, with the data where they are few; kPosts of them, used in turn
 //   stream   a ring of kSlots slots of kSlotBytes for long data; one stream for values that readers reduce, one for values
@@ -122,7 +122,7 @@ class ShmNode {
   void ring_doorbell();
   // Wakes one rank, only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between the two ranks.
   void ring_doorbell(int position, short event);
-  // Announces that this rank will sleep until one of `doorbells` is readable. Check once more for events after this call.
+  // Announces that this rank will sleep until one of `doorbells` is readable. Check once more for events afterwards.
   void prepare_sleep();
   // After prepare_sleep: wake also for `events` of the ring to that rank. Check once more for events after this call.
   void await(int position, short events);
