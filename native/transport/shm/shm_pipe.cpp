@@ -103,6 +103,7 @@ bool ShmPipe::is_gone() {
 void ShmPipe::wait_for(short events, std::vector<pollfd>& fds) const {
   node_.await(position_, events);
   quiet_calls_ = kQuietCalls;
+  if (!connection_->was_connected()) connection_->hung_up();  // makes it, since only its end shows the peer's
   connection_->wait_for(POLLRDHUP, fds);
 }
 

@@ -37,6 +37,7 @@ _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errn
 _TRY_S = 1.0
 # Longest wait for the token of the process that has a rank: it is there unless that process died just then.
 _OWNER_TIMEOUT_S = 5.0
+_IP_BIND_ADDRESS_NO_PORT = 24
 # Rank 0 names the absent ranks at its deadline, and the others wait so much longer to read it.
 _PLACE_GRACE_S = 0.5
 _process = (os.getpid(), secrets.token_hex(16))
@@ -472,8 +473,15 @@ def _try(
 ) -> socket.socket:
     alone = len(peer_addresses.candidates(hello.target, hello.rail)) == 1
     timeout_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
-    stream = socket.create_connection(endpoint, timeout_s, source_address=peer_addresses.source(hello.rail))
+    stream = socket.socket(socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        stream.settimeout(timeout_s)
+        source = peer_addresses.source(hello.rail)
+        if source is not None:
+            # A port at `connect`, where it need be free for this peer only: else a host runs out of ports.
+            stream.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+            stream.bind(source)
+        stream.connect(endpoint)
         # A busy peer replies late: wait until the deadline.
         stream.settimeout(_left(deadline))
         return secure_stream(stream, handshake.initiate(stream, hello, secret))

@@ -39,6 +39,8 @@ log = logging.getLogger("netfold")
 # A caller waits for these replies: one that takes longer counts as none.
 QUERY_TIMEOUT_S = 1.0
 _MAX_QUERIES = 16
+# A late rank asks others than those that it waits for, too, so many of them that all late ranks ask this many together.
+_QUERIES_OF_JOB = 64
 _LOG_FROM_S = 10.0
 _RETRY_S = 0.1
 _LEAST_PAUSE_S = 0.001
@@ -227,7 +229,10 @@ class GroupMonitor:
         log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
 
     def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, Message]:
-        """The status of up to _MAX_QUERIES ranks, or why a rank does not reply. Takes a good second at most."""
+        """The status of some ranks, or why a rank does not reply. Takes a good second at most.
+
+        Of more than 16 ranks, the first 16.
+        """
         pool = ThreadPoolExecutor(_MAX_QUERIES, "netfold status query")
         try:
             queries = {rank: pool.submit(self._query, rank, sequence) for rank in list(ranks)[:_MAX_QUERIES]}
@@ -261,7 +266,8 @@ class GroupMonitor:
         """
         others = [rank for rank in range(self.registered_group.size) if rank != self.rank and rank not in ranks]
         random.shuffle(others)
-        replies = self.query_status([*ranks, *others], sequence)
+        others = others[: max(1, _QUERIES_OF_JOB // self.registered_group.size)]
+        replies = self.query_status([*ranks[: _MAX_QUERIES - len(others)], *others], sequence)
         own_call = self.native.recent_call(sequence)
         for rank in ranks:
             # Its connection may not have been made yet: the attempt then ends the wait.

@@ -189,7 +189,9 @@ def _agree(store: Store, rank: int, size: int, options: Options, store_host: str
     return Agreement(store, job, switches, interfaces, listener)
 
 
-def _connect_mesh(agreement: Agreement, registered_group: RegisteredGroup, options: Options, deadline: float) -> Mesh:
+def _connect_mesh(
+    agreement: Agreement, registered_group: RegisteredGroup, options: Options, host: str, deadline: float
+) -> Mesh:
     tree, peer_addresses, by_host = rendezvous.connect_tree(
         agreement.store,
         registered_group,

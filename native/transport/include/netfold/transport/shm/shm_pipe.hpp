@@ -6,7 +6,7 @@
 // sleeping peer only for an event that the peer awaits; a peer that is awake sees the counter change.
 //
 // Bytes in the ring outlive their writer, since its memory stays mapped here. The end of the peer shows only by its
-// connection, which carries no bytes. The connection is checked after kQuietCalls calls without bytes, and after every
+// connection, which carries no bytes. The connection is made before the first sleep. It is checked after kQuietCalls calls without bytes, and after every
 // sleep; its end also ends the sleep. The pipe is closed only once the connection has ended and the ring is empty.
 #pragma once
 
