@@ -253,23 +253,23 @@ def maybe_filter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def send_garbage(address: str) -> int:
     """Send messages that no rank of the group sent, some with a descriptor; returns how many were taken."""
-    memory = os.memfd_create("stranger")
+    memory = os.memfd_create("intruder")
     packets = [b"", b"x", bytes(16), bytes(40), os.urandom(40), os.urandom(4000)]
     sent = 0
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        stranger.setblocking(False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as intruder:
+        intruder.setblocking(False)
         for fds in ([], [memory], [memory] * 3):
             descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             for packet in packets:
                 with contextlib.suppress(BlockingIOError):  # the queue is full
-                    stranger.sendmsg([packet], descriptors, 0, address)
+                    intruder.sendmsg([packet], descriptors, 0, address)
                     sent += 1
     os.close(memory)
     return sent
 
 
-def strange_descriptors() -> list[str]:
-    return [each for each in open_descriptors() if "memfd:stranger" in each]
+def descriptors_of_intruder() -> list[str]:
+    return [each for each in open_descriptors() if "memfd:intruder" in each]
 
 
 def test_messages_without_the_token_do_not_prevent_a_node(maybe_filter: None) -> None:
@@ -278,7 +278,7 @@ def test_messages_without_the_token_do_not_prevent_a_node(maybe_filter: None) ->
         leaders, nodes = form(sockets)
         # Without the filter they may fill the queue, so that nothing else arrives.
         assert leaders == [(0, 0) if fits else (0, 1)] * 2
-        assert not strange_descriptors()
+        assert not descriptors_of_intruder()
         for node in nodes:
             if node is not None:
                 node.close()
@@ -305,7 +305,7 @@ def among_garbage(rank: int, size: int, folder: str, barrier: threading.Barrier)
 
 def test_messages_without_the_token_change_nothing_and_leave_no_descriptor(maybe_filter: None) -> None:
     values(run_threads(among_garbage, 3, threading.Barrier(3)))
-    assert not strange_descriptors()
+    assert not descriptors_of_intruder()
 
 
 def with_full_queues(rank: int, size: int, folder: str, barrier: threading.Barrier) -> None:

@@ -29,6 +29,8 @@ class ShmPipe final : public Pipe {
   // Precondition: ShmNode::prepare_sleep was called, and the node's doorbell is among the `fds`; the doorbell wakes.
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override { return connection_->hung_up(); }
+  int rails() const override { return connection_->rails(); }
+  ResumableSocket* rail(int number) override { return connection_->rail(number); }
   // Closing loses no bytes: the ring stays readable.
   std::size_t unconfirmed() const override { return 0; }
 
