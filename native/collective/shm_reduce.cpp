@@ -5,15 +5,19 @@
 // result through its own slots to the ranks that need it. Steps: 3 a round of 256 KB (contributions, results, taken).
 // More bytes, with every rank's tensor in shared memory: rank d reduces part d of the tensors in place and writes the
 // result straight into every rank's tensor. Two steps.
+// Many bytes, where ranks may read each other's memory: the same, with the kernel's copies between processes. Rank d
+// reads its part of each tensor in chunks that stay in its L2 cache, reduces them, and writes the result to each rank
+// while the chunk is cached. One step more: all ranks tell whether they can read all tensors; otherwise the tensors go
+// through slots.
 //
-// Bytes on the wire: none. Memory traffic a rank of P: the tensor is read once and written once; in the caches a rank
-// copies n(P-1)/P in, reduces n, and copies n(P-1)/P out. With tensors in shared memory: n read and n written.
+// Bytes on the wire: none. Memory traffic a rank of P in an all_reduce, in place or by address: n read and n written. In
+// slots, which leave the L2 cache before they are used again: 2n read and written, and what plain stores read first.
 #include <netfold/collective/shm_collective.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "algorithms.hpp"
 
@@ -23,6 +27,10 @@ namespace {
 constexpr auto kContributions = transport::ShmNode::Stream::to_reduce;
 constexpr auto kResults = transport::ShmNode::Stream::to_copy;
 using Access = transport::PeerMemory::Access;
+// Tensors of so many bytes are read and written by address. Through slots a rank waits three times a round; by address
+// it waits three times in all, but the kernel looks up every page. Measured in docs/explanation/algorithms.md.
+constexpr std::size_t kAllByAddress = 1 << 20;      // all_reduce, reduce
+constexpr std::size_t kScatterByAddress = 8 << 20;  // reduce_scatter: only the reading saves anything
 
 class ShmReduce final : public ShmCollective {
  public:
@@ -69,9 +77,9 @@ class ShmReduce final : public ShmCollective {
   std::size_t share_bytes(std::size_t bytes) const {
     return round_up((bytes + index(size_) - 1) / index(size_), kLine);
   }
+  // Whether reads and writes by address take less time than slots, where both are possible.
   bool pays_by_address() const {
-    static const char* least = std::getenv("FOLD_LEAST");
-    return node_.memory() != nullptr && call_.choice_bytes() >= (least ? std::strtoul(least, nullptr, 10) : 0);
+    return node_.memory() != nullptr && call_.choice_bytes() >= (has_results() ? kAllByAddress : kScatterByAddress);
   }
   bool has_results() const { return call_.kind != Kind::reduce_scatter; }
   bool wants_results() const { return call_.kind == Kind::all_reduce || (has_results() && self_ == call_.root); }

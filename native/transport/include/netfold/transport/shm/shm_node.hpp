@@ -142,7 +142,8 @@ class ShmNode {
   // L2 cache of current cores, unless there are many ranks. Its contents last until the next poll.
   std::size_t bounce_bytes() const {
     constexpr std::size_t kAll = 512 << 10;
-    return std::clamp(kAll / static_cast<std::size_t>(std::max(1, size() - 1)) / 4096 * 4096, kBounceLeast, kBounceMost);
+    return std::clamp(kAll / static_cast<std::size_t>(std::max(1, size() - 1)) / 4096 * 4096, kBounceLeast,
+                      kBounceMost);
   }
   std::byte* bounce(int position);
   // Null where any rank of the node cannot read another's memory; the same on all ranks.
