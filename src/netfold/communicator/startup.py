@@ -20,6 +20,7 @@ from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
 from netfold.bootstrap.open_files import allow_open_files
+from netfold.bootstrap.probe import TableChoice
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.bootstrap.shm_discovery import Node, NodeSocket, form_node
@@ -281,7 +282,10 @@ def _choose(
         return build(links, measuring=measures and not links.switches)
 
     if not job.probe or size == 1 or is_shared(memory):
-        return ChosenTable(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
+        # Built once, since that takes each rank longer than to read it.
+        what = "rank 0 told the ranks their algorithms"
+        found = mesh.tree.broadcast(lambda: TableChoice(build(DEFAULT_LINKS), DEFAULT_LINKS).to_json(), what)
+        return ChosenTable(*TableChoice.from_json(found), topology, build, measures)
 
     def stream_to(peer: int) -> probe.ByteStream:
         return mesh.tree.streams[peer] if options.fabric is None else fabric.FabricByteStream(over.streams[0][peer])
