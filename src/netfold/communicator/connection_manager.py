@@ -48,7 +48,7 @@ _REQUEST_RECONNECT_S = 2.0
 # A first connection that both ranks of a pair use at about the same time needs no request.
 _REQUEST_CONNECT_AFTER_S = 0.01
 # The least time to make a first connection. `reconnect_s` may be shorter: it is for connections that break.
-_CONNECT_S = 10.0
+_CONNECT_S = 30.0
 _NEVER = -1  # the number of reconnects of a connection that was not made yet
 _ANY = -2
 _IDLE_NS = 60_000_000_000
@@ -174,7 +174,9 @@ class GroupMonitor:
                 if self.rank < peer:
                     # The peer had connected, and may not have noticed the break.
                     request = {"type": "request_reconnect", **about, "reconnects": reconnects}
-                    stream, reply = self.call(peer, rail, request, min(left_s, _REQUEST_RECONNECT_S))
+                    stream, reply = self.call(
+                        peer, rail, request, left_s if is_first else min(left_s, _REQUEST_RECONNECT_S)
+                    )
                     stream.close()
                     if reply["type"] == "will_reconnect":
                         # The peer may end meanwhile, so it is asked again after _REQUEST_RECONNECT_S.
