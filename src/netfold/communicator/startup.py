@@ -167,7 +167,7 @@ def connect_group(
 
 @contextmanager
 def _failure_told(tree: StartTree) -> Iterator[None]:
-    """Where this rank's start-up fails, the other ranks give up with the same reason."""
+    """Tell the other ranks why this one fails in the block, so that they give up with the same reason."""
     try:
         yield
     except BaseException as error:
