@@ -351,8 +351,8 @@ def _read_place(store: Store, group: RegisteredGroup, deadline: float) -> tuple[
         raise _refused({"absent": _absent(store, group)}, group) from None
     if isinstance(read, dict):
         raise _refused(read, group)
-    place, parent_at = read
-    return Place(*(tuple(each) if isinstance(each, list) else each for each in place)), parent_at
+    (parent, leads, own_host, other_hosts, height), parent_at = read
+    return Place(parent, leads, tuple(own_host), tuple(other_hosts), height), parent_at
 
 
 def _refused(refusal: dict[str, Any], group: RegisteredGroup) -> RendezvousError:

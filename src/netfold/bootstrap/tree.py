@@ -97,9 +97,17 @@ class StartTree:
         for number in self._peers:
             self._readable.register(number, select.POLLIN)
 
-    def all_gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, by rank. what: what the ranks do, for errors."""
-        return self._exchange(value, self.place.children, self.place.parent, what)
+    def all_gather(self, value: Any, what: str, *, grace_s: float = 0.0) -> list[Any]:
+        """Every rank's value, by rank.
+
+        what: what the ranks do, for errors.
+        grace_s: added to the deadline, where a rank may need all the time to find its value.
+        """
+        self._deadline += grace_s
+        try:
+            return self._exchange(value, self.place.children, self.place.parent, what)
+        finally:
+            self._deadline -= grace_s
 
     def all_gather_on_host(self, value: Any, what: str) -> list[Any]:
         """The values of this host's ranks, in their order."""

@@ -305,8 +305,12 @@ def join_for_host(access: SwitchAccess, *, job: str, tree: StartTree, deadline: 
     """
     rank, workers = access.rank, access.workers
     own = path_message(access, _left(deadline)) if rank in workers else None
-    messages = tree.all_gather(own, "its workers said which switches they are below")
-    paths = tree_of(dict(enumerate(messages)), workers, rank)
+    messages = tree.all_gather(own, "its workers said which switches they are below", grace_s=2 * GRACE_S)
+    try:
+        paths = tree_of(dict(enumerate(messages)), workers, rank)
+    except SwitchError as error:
+        own_prefix = f"rank {rank}: "
+        raise SwitchError(own_prefix + str(error).removeprefix(own_prefix)) from None
     membership, refusal = None, ""
     if own is not None:
         try:
@@ -314,7 +318,7 @@ def join_for_host(access: SwitchAccess, *, job: str, tree: StartTree, deadline: 
             membership = Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=endpoint)
         except SwitchError as error:
             refusal = str(error)
-    refusals = tree.all_gather(refusal, "its workers joined the switch")
+    refusals = tree.all_gather(refusal, "its workers joined the switch", grace_s=2 * GRACE_S)
     if any(refusals):
         if membership is not None:
             membership.leave("another worker of its group was refused")

@@ -284,8 +284,8 @@ def _choose(
     if not job.probe or size == 1 or is_shared(memory):
         # Built once, since that takes each rank longer than to read it.
         what = "rank 0 told the ranks their algorithms"
-        found = mesh.tree.broadcast(lambda: TableChoice(build(DEFAULT_LINKS), DEFAULT_LINKS).to_json(), what)
-        return ChosenTable(*TableChoice.from_json(found), topology, build, measures)
+        told = mesh.tree.broadcast(lambda: TableChoice(build(DEFAULT_LINKS), DEFAULT_LINKS).to_json(), what)
+        return ChosenTable(*TableChoice.from_json(told), topology, build, measures)
 
     def stream_to(peer: int) -> probe.ByteStream:
         return mesh.tree.streams[peer] if options.fabric is None else fabric.FabricByteStream(over.streams[0][peer])

@@ -104,11 +104,11 @@ def path_message(access: SwitchAccess, timeout_s: float) -> Message:
 def tree_of(messages: Mapping[int, Message], workers: Sequence[int], rank: int) -> list[list[int]]:
     """`common_tree` of all workers' path messages, by rank. SwitchError also where one has `refused`.
 
-    rank: this one, which an error of another rank is told by.
+    rank: this one.
     """
-    for worker in workers:
+    # A rank's own error first.
+    for worker in sorted(workers, key=lambda worker: worker != rank):
         if "refused" in messages[worker]:
-            text = str(messages[worker]["refused"])
-            raise SwitchError(text if worker == rank else f"rank {rank}: {text}")
+            raise SwitchError(str(messages[worker]["refused"]))
     paths = [PathToRoot(*(messages[worker][name] for name in PathToRoot._fields)) for worker in workers]
     return common_tree(paths, workers)
