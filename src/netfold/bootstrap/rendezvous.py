@@ -193,13 +193,16 @@ class PeerAddresses:
         """This host's addresses from which it reaches a rank, by rail; empty for a rank that it has no route to."""
         if self.interfaces.named:
             return list(self.interfaces.hosts)
-        host, port = self.candidates(peer, 0)[0]
-        # Connecting a datagram socket sends nothing, and finds the route.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as found, contextlib.suppress(OSError):
-            found.connect((host, port))
-            return [found.getsockname()[0]]
-        return []
+        own = ""
+        for host, port in self.candidates(peer, 0):
+            # Connecting a datagram socket sends nothing, and finds the route.
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as found, contextlib.suppress(OSError):
+                found.connect((host, port))
+                own = found.getsockname()[0]
+                if own != host:  # else it is this host's address, too, as those of bridges often are
+                    return [own]
+        return [own] if own else []
 
     def source(self, rail: int) -> tuple[str, int] | None:
         """The address to connect from: the interface that the user named, else None for the routing table's choice."""

@@ -132,8 +132,8 @@ class GroupMonitor:
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
             is_up = self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets)
-            if is_up and broken[1] != _NEVER:
-                self._log_reconnected(lane, peer, rail, stream)
+            if is_up:
+                self._log_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
 
         return {"type": "reconnect", "received": broken[0]}, resume
 
@@ -188,8 +188,7 @@ class GroupMonitor:
                 else:
                     stream, reply = self.call(peer, rail, {"type": "reconnect", **about, "received": received}, left_s)
                     if reply["type"] == "reconnect":
-                        if not is_first:
-                            self._log_reconnected(lane, peer, rail, stream)
+                        self._log_connected(lane, peer, rail, stream, is_first=is_first)
                         secrets = mesh_secrets(stream)
                         fd = stream.detach()
                         self.native.reconnect(lane, peer, rail, reconnects, fd, reply["received"], secrets)
@@ -225,10 +224,15 @@ class GroupMonitor:
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
-    def _log_reconnected(self, lane: int, peer: int, rail: int, stream: Any) -> None:
+    def _log_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
+        level = logging.DEBUG if is_first else logging.WARNING
+        if not log.isEnabledFor(level):
+            return
         own, other = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
+        what = "connected with rank %d" if is_first else "the connection to rank %d was made again"
         where = f"lane {lane}, rail {rail}, {own} to {other}"
-        log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
+        failed = "".join(f"; not used: {each}" for each in list(self.peer_addresses.failed)) if is_first else ""
+        log.log(level, f"rank %d: {what} (%s)%s", self.rank, peer, where, failed)
 
     def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, Message]:
         """The status of some ranks, or why a rank does not reply. Takes a good second at most.
