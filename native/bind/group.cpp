@@ -32,8 +32,8 @@ using Connections = std::vector<std::vector<int>>;
 // By lane, rank and rail; empty: plain bytes.
 using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
 
-std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane,
-                                            std::size_t peer, const std::vector<int>& fds) {
+std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane, std::size_t peer,
+                                            const std::vector<int>& fds) {
   std::vector<auth::StreamSecrets> out(fds.size());
   for (std::size_t rail = 0; rail < fds.size(); ++rail) {
     out[rail].security = security;
