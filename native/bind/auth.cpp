@@ -14,13 +14,6 @@ namespace {
 
 constexpr const char* kSecurities[] = {"none", "authenticate", "encrypt"};
 
-auth::Security security_of(const std::string& name) {
-  for (int i = 0; i < 3; ++i) {
-    if (name == kSecurities[i]) return static_cast<auth::Security>(i);
-  }
-  throw nb::value_error("security is one of none, authenticate, encrypt");
-}
-
 // Copies to an array of the same size.
 template <class Array>
 Array array_of(const nb::bytes& bytes, const char* wrong_size) {
@@ -48,6 +41,13 @@ nb::class_<Side> bind_side(nb::module_& m, const char* name, const char* documen
 }
 
 }  // namespace
+
+auth::Security security_of(const std::string& name) {
+  for (int i = 0; i < 3; ++i) {
+    if (name == kSecurities[i]) return static_cast<auth::Security>(i);
+  }
+  throw nb::value_error("security is one of none, authenticate, encrypt");
+}
 
 auth::Key key_of(const nb::bytes& bytes) { return array_of<auth::Key>(bytes, "a packet key has 16 bytes"); }
 

@@ -95,8 +95,8 @@ void bind_engine(nb::module_& m) {
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
-  e.attr("SEGMENT_BYTES") = sizeof(transport::ShmNode::Segment);
   e.attr("MAX_NODE_SIZE") = transport::ShmNode::kMaxSize;
+  e.def("node_bytes", &transport::ShmNode::bytes, "size"_a, "The bytes of the memory that `size` ranks share.");
   e.attr("ANY_SOURCE") = collective::kAnySource;
   e.attr("SUPPORTS") = supported();
   e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);

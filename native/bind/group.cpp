@@ -2,6 +2,7 @@
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
+#include <cstring>
 #include <string_view>
 
 #include "auth.hpp"
@@ -31,35 +32,35 @@ using Connections = std::vector<std::vector<int>>;
 // By lane, rank and rail; empty: plain bytes.
 using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
 
-std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, int lane, std::size_t peer, std::size_t rails) {
-  if (secrets.empty()) return {};
-  const auto& of_peer = secrets.at(static_cast<std::size_t>(lane)).at(peer);
-  if (of_peer.size() != rails) throw nb::value_error("either every connection has secrets, or none");
-  std::vector<auth::StreamSecrets> out;
-  for (const auto& each : of_peer) out.push_back(secrets_of(each));
+std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane, std::size_t peer,
+                                            const std::vector<int>& fds) {
+  std::vector<auth::StreamSecrets> out(fds.size());
+  for (std::size_t rail = 0; rail < fds.size(); ++rail) {
+    out[rail].security = security;
+    if (security == auth::Security::none || fds[rail] < 0) continue;
+    out[rail] = secrets_of(secrets.at(static_cast<std::size_t>(lane)).at(peer).at(rail));
+    if (out[rail].security != security) throw nb::value_error("a connection has other secrets than the group");
+  }
   return out;
 }
 
 // `fabric`: streams by lane and rank that carry the bytes instead of the connections; empty: there are none.
 std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& resumable,
                                            std::uint64_t group, int lane, const Secrets& secrets,
-                                           const nb::list& fabric) {
+                                           auth::Security security, const nb::list& fabric) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes;
   for (std::size_t peer = 0; peer < fds.size(); ++peer) {
-    std::function<void(int)> on_broken;
-    if (resumable[peer]) {
-      on_broken = [group, lane, peer](int rail) {
-        Engine::instance().async_events.push({.kind = engine::AsyncEvent::Kind::broken,
-                                              .group = group,
-                                              .ranks = {static_cast<int>(peer)},
-                                              .lane = lane,
-                                              .rail = rail});
-      };
-    }
+    const auto on_broken = [group, lane, peer](int rail) {
+      Engine::instance().async_events.push({.kind = engine::AsyncEvent::Kind::broken,
+                                            .group = group,
+                                            .ranks = {static_cast<int>(peer)},
+                                            .lane = lane,
+                                            .rail = rail});
+    };
     std::unique_ptr<transport::Pipe> pipe;
     if (!fds[peer].empty()) {
-      pipe = std::make_unique<transport::TcpPipe>(owned(fds[peer]), secrets_to(secrets, lane, peer, fds[peer].size()),
-                                                  std::move(on_broken));
+      pipe = std::make_unique<transport::TcpPipe>(
+          owned(fds[peer]), secrets_to(secrets, security, lane, peer, fds[peer]), resumable[peer], on_broken);
     }
     if (pipe != nullptr && nb::len(fabric) > 0) {
       auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
@@ -88,7 +89,7 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                                   const std::vector<Connections>& fallback_fds, std::vector<bool> resumable,
                                   std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
-                                  const nb::list& fabric, const Secrets& secrets) {
+                                  const nb::list& fabric, const std::string& security, const Secrets& secrets) {
   const std::size_t size = fds.size();
   if (rank < 0 || static_cast<std::size_t>(rank) >= size) throw nb::value_error("rank is not one of the group's");
   const auto fits = [&](const Connections& lane) { return lane.size() == size; };
@@ -107,7 +108,7 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                          .nodes = std::move(nodes)};
   int lanes = 0;
   const auto next_mesh = [&](const Connections& connections) {
-    return make_mesh(rank, connections, resumable, id, lanes++, secrets, fabric);
+    return make_mesh(rank, connections, resumable, id, lanes++, secrets, security_of(security), fabric);
   };
   auto mesh = next_mesh(fds);
   auto lane = next_mesh(lane_fds);
@@ -216,16 +217,22 @@ void bind_group(nb::module_& e) {
       .def_prop_ro("shares", &Group::shares, "As of the last operation; None: none were set.")
       .def(
           "share",
-          [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
-             const std::vector<int>& doorbells, const std::vector<int>& links,
-             std::shared_ptr<transport::PeerMemory> memory) {
-            self.share(std::make_unique<transport::ShmNode>(position, ranks, owned(segments), owned(doorbells),
-                                                            owned(links), std::move(memory)));
+          [](Group& self, int position, const std::vector<int>& ranks, int memory, int socket, std::string name,
+             const nb::bytes& token, std::shared_ptr<transport::PeerMemory> peer_memory) {
+            transport::Fd memory_fd(memory);
+            transport::Fd socket_fd(socket);
+            transport::ShmFdExchange::Token own_token{};
+            if (token.size() != own_token.size()) throw nb::value_error("the token has the wrong length");
+            std::memcpy(own_token.data(), token.data(), own_token.size());
+            self.share(std::make_unique<transport::ShmNode>(position, ranks, std::move(memory_fd), std::move(socket_fd),
+                                                            std::move(name), own_token, std::move(peer_memory)));
           },
-          "position"_a, "ranks"_a, "segments"_a, "doorbells"_a, "links"_a, "memory"_a.none(),
-          "Share memory with the ranks of the node. segments[p], doorbells[p], links[p]: memfd, eventfd and local "
-          "socket of position p (links: -1 at this rank's position); the group owns them. memory: with probes of all "
-          "other ranks, on all ranks alike; or None.")
+          "position"_a, "ranks"_a, "memory"_a, "socket"_a, "name"_a, "token"_a, "peer_memory"_a.none(),
+          "Share memory with the ranks of the node.\n\n"
+          "memory: a memfd of node_bytes(len(ranks)), the same on all ranks; the group owns it.\n"
+          "socket: a datagram socket bound to the abstract address `name` + rank; the group owns it.\n"
+          "token: 16 bytes that only the ranks of the node know.\n"
+          "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
       .def("submit", &submit, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
            "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
       .def("all_reduce_here", &all_reduce_here, "array"_a, "reduce"_a, "average"_a, "timeout_ns"_a,
@@ -256,14 +263,15 @@ void bind_group(nb::module_& e) {
       .def(
           "broken", [](Group& self, int lane, int peer, int rail) { return tuple_of(self.broken(lane, peer, rail)); },
           "lane"_a, "peer"_a, "rail"_a, Release(),
-          "(bytes received, number of reconnects) of a broken connection; None: it is not broken.")
+          "(bytes received, number of reconnects; -1: it was never connected) of a broken connection; None: it is not "
+          "broken.")
       .def(
           "disconnect",
           [](Group& self, int lane, int peer, int rail, int reconnects) {
             return tuple_of(self.disconnect(lane, peer, rail, reconnects));
           },
           "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, Release(),
-          "As broken(), after disconnecting a connection that was reconnected at most `reconnects` times (-1: any).")
+          "As broken(), after disconnecting a connection that was reconnected at most `reconnects` times (-2: any).")
       .def("reconnect", &reconnect, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "fd"_a, "peer_received"_a,
            "secrets"_a.none() = nb::none(),
            "Continue a broken connection that was reconnected `reconnects` times over `fd`, from the bytes that the "
@@ -299,13 +307,13 @@ void bind_group(nb::module_& e) {
 
   e.def("add_group", &make_group, "rank"_a, "fds"_a, "lane_fds"_a, "fallback_fds"_a, "resumable"_a, "id"_a, "job"_a,
         "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "nodes"_a, "fabric"_a,
-        "secrets"_a = Secrets{},
+        "security"_a = "none", "secrets"_a = Secrets{},
         "Create a group over connected stream sockets, which the group owns.\n\n"
-        "fds[r]: to rank r, one for each rail; empty for this rank.\n"
+        "fds[r]: to rank r, one for each rail, -1 for one that is connected once it is used; empty for this rank.\n"
         "lane_fds[r]: the same, for transfers.\n"
         "fallback_fds[i][r]: the same, for use while switch i is lost.\n"
         "resumable[r]: whether a broken connection to rank r may be reconnected.\n"
         "fabric[lane][r]: streams that carry the bytes instead, or an empty list; lanes from 2 on: fallback meshes.\n"
-        "secrets[lane][r]: by rail, to authenticate or encrypt the connection, or an empty list.");
+        "secrets[lane][r]: by rail, to authenticate or encrypt a connection as `security` says; or an empty list.");
   e.def("remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); }, Release());
 }

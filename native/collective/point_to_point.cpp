@@ -284,7 +284,7 @@ void PointToPoint::abort(const Failure& failure) {
                           {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   for (int rank = 0; rank < lane_->size(); ++rank) {
     const Peer& peer = at(rank);
-    if (lane_->leads_to(rank) && !peer.failure && peer.written == 0) lane_->send(rank, parts);
+    if (lane_->was_connected(rank) && !peer.failure && peer.written == 0) lane_->send(rank, parts);
   }
 }
 

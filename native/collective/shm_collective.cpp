@@ -5,6 +5,11 @@
 
 namespace netfold::collective {
 
+// A table of sizes and references to as many buffers fit in a post.
+static_assert(transport::ShmNode::kMaxSize * (sizeof(std::uint64_t) + 2 * sizeof(std::uint64_t)) <=
+              transport::ShmNode::kPostBytes);
+static_assert(transport::ShmNode::kSlotBytes / transport::ShmNode::kMaxSize >= 64);
+
 ShmCollective::ShmCollective(const Call& call, transport::Mesh& mesh, Node& node)
     : call_(call),
       mesh_(mesh),
@@ -38,8 +43,13 @@ Progress ShmCollective::poll(std::int64_t now_ns) {
 }
 
 void ShmCollective::check_peers(std::int64_t now_ns) {
+  if (connect_ns_ < 0) connect_ns_ = now_ns + kConnectNs;
   check_due_ = now_ns < next_check_ns_;
   if (check_due_) return;
+  if (now_ns >= connect_ns_) {
+    watched_ = std::min(std::max(1, 2 * watched_), size_);
+    connect_ns_ = now_ns + kConnectNs;
+  }
   find_lost();
   check_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
   next_check_ns_ = now_ns + kCheckNs;
@@ -197,15 +207,15 @@ bool ShmCollective::begin_use_of_all() {
 }
 
 void ShmCollective::ask_for_slots(Stream stream, int position) {
-  node_.publish((node_.own().*stream).asked[position], number_);
+  node_.publish(node_.asked(stream, self_, position), number_);
 }
 
 bool ShmCollective::is_asked_for_slots(Stream stream, int position) const {
-  return (node_.segment(position).*stream).asked[self_].load(std::memory_order_acquire) == number_;
+  return node_.asked(stream, position, self_).load(std::memory_order_acquire) == number_;
 }
 
 std::uint32_t ShmCollective::published(Stream stream, int position) const {
-  const std::uint64_t newest = (node_.segment(position).*stream).published.load(std::memory_order_acquire);
+  const std::uint64_t newest = node_.published(stream, position).load(std::memory_order_acquire);
   return newest <= tag(0) ? 0 : static_cast<std::uint32_t>(newest - tag(0));
 }
 
@@ -224,19 +234,19 @@ bool ShmCollective::slot_is_free(Stream stream, std::uint32_t round) const {
 }
 
 std::byte* ShmCollective::slot(Stream stream, int position, std::uint32_t round) const {
-  return (node_.segment(position).*stream).slots[round % Node::kSlots];
+  return node_.slot(stream, position, round);
 }
 
 void ShmCollective::publish(Stream stream, std::uint32_t rounds) {
-  node_.publish((node_.own().*stream).published, tag(rounds));
+  node_.publish(node_.published(stream, self_), tag(rounds));
 }
 
 void ShmCollective::take(Stream stream, int position, std::uint32_t rounds) {
-  (node_.own().*stream).taken[position].store(tag(rounds), std::memory_order_release);
+  node_.taken(stream, self_, position).store(tag(rounds), std::memory_order_release);
 }
 
 bool ShmCollective::has_taken(Stream stream, int reader, std::uint32_t rounds) const {
-  return (node_.segment(reader).*stream).taken[self_].load(std::memory_order_acquire) >= tag(rounds);
+  return node_.taken(stream, reader, self_).load(std::memory_order_acquire) >= tag(rounds);
 }
 
 bool ShmCollective::is_awaited(int position) const {
@@ -275,14 +285,22 @@ void ShmCollective::wait_for(WaitSet& set) const {
 void ShmCollective::wait_for_check(WaitSet& set) const {
   // The doorbell that woke this rank may have announced a failure, and will not ring again.
   if (check_due_) set.wake_at(next_check_ns_);
+  if (awaits_unwatched_) set.wake_at(connect_ns_);
 }
 
 void ShmCollective::find_lost() {
+  awaits_unwatched_ = false;
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
     const auto left = node_.segment(position).left.load(std::memory_order_acquire);
     // A rank counts as lost only at the second check, so that a poll in between reads what it wrote before it left.
-    const bool is_gone = is_awaited(position) && (left == Node::kLeft || mesh_.hung_up(node_.rank(position)));
+    bool is_gone = false;
+    if (is_awaited(position)) {
+      const int rank = node_.rank(position);
+      const bool looks = mesh_.was_connected(rank) || (position - self_ + size_) % size_ <= watched_;
+      awaits_unwatched_ |= !looks;
+      is_gone = left == Node::kLeft || (looks && mesh_.hung_up(rank));
+    }
     const bool is_lost = is_gone && leaving_[index(position)];
     leaving_[index(position)] = is_gone;
     if (left == Node::kFailed || (left == Node::kLeft && is_lost)) {

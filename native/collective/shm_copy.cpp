@@ -22,7 +22,7 @@ namespace {
 
 using kernels::copy;
 
-constexpr auto kStream = &transport::ShmNode::Segment::to_copy;
+constexpr auto kStream = transport::ShmNode::Stream::to_copy;
 // Bytes copied between two checks of the deadline and of ranks that have left.
 constexpr std::size_t kChunkBytes = 1 << 20;
 // A rank that exports a buffer waits for its readers. A rank that sends through slots finishes first, and does half of

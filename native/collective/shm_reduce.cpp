@@ -19,8 +19,8 @@
 namespace netfold::collective {
 namespace {
 
-constexpr auto kContributions = &transport::ShmNode::Segment::to_reduce;
-constexpr auto kResults = &transport::ShmNode::Segment::to_copy;
+constexpr auto kContributions = transport::ShmNode::Stream::to_reduce;
+constexpr auto kResults = transport::ShmNode::Stream::to_copy;
 
 class ShmReduce final : public ShmCollective {
  public:

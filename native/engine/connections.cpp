@@ -62,7 +62,7 @@ std::optional<Group::Broken> Group::disconnect(int lane, int peer, int rail, int
     transport::Fd readable;
     run_driver_task([&] {
       auto* socket = mesh_of(lane).rail(peer, rail);
-      if (socket == nullptr || (reconnects >= 0 && socket->reconnects() > reconnects)) return;
+      if (socket == nullptr || (reconnects >= -1 && socket->reconnects() > reconnects)) return;
       if (socket->reconnects() != disconnected.value_or(socket->reconnects())) return;
       disconnected = socket->reconnects();
       socket->begin_disconnect();

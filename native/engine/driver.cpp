@@ -235,7 +235,7 @@ void Group::wait_for(collective::WaitSet& set) {
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
     node_->prepare_sleep();
-    set.add(node_->doorbell(), POLLIN);
+    for (const int doorbell : node_->doorbells()) set.add(doorbell, POLLIN);
     set.look_again = true;
   }
   transfers_.wait_for(set);

@@ -17,6 +17,7 @@ from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import probe
+from netfold.bootstrap.tree import StartTree, place_of
 from netfold.errors import RendezvousError
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Row, Topology, build_table
 
@@ -45,16 +46,18 @@ def pair() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
+def agree(stream: socket.socket, rank: int, build: Any = build) -> probe.TableChoice:
+    tree = StartTree(rank, place_of(rank, [[0], [1]]), {1 - rank: stream}, soon())
+    return probe.agree(tree, lambda _: stream, Topology.apart(2), build, soon(), hosts=HOSTS)
+
+
 def play(build: Any = build) -> tuple[probe.TableChoice, probe.TableChoice]:
     """Run the probe at both ends of one connection; returns both ends' choices."""
     leader, follower = pair()
     found: list[probe.TableChoice] = []
-    topology = Topology.apart(2)
-    other = threading.Thread(
-        target=lambda: found.append(probe.agree([follower, None], 1, topology, build, soon(), hosts=HOSTS)), daemon=True
-    )
+    other = threading.Thread(target=lambda: found.append(agree(follower, 1, build)), daemon=True)
     other.start()
-    own = probe.agree([None, leader], 0, topology, build, soon(), hosts=HOSTS)
+    own = agree(leader, 0, build)
     other.join(seconds(60))
     leader.close()
     follower.close()
@@ -122,9 +125,9 @@ def test_a_delay_of_every_small_ping_leaves_a_positive_rate(monkeypatch: pytest.
     assert 1e8 < fitted.bytes_per_s < 1e12
 
 
-def leave(sockets: list[socket.socket | None], rank: int) -> str:
+def leave(stream: socket.socket, rank: int) -> str:
     with pytest.raises(RendezvousError) as left:
-        probe.agree(sockets, rank, Topology.apart(2), build, soon(), hosts=HOSTS)
+        agree(stream, rank)
     return str(left.value)
 
 
@@ -132,15 +135,15 @@ def test_a_rank_that_leaves_during_the_exchange_is_named() -> None:
     for rank, peer in ((0, 1), (1, 0)):
         ours, theirs = pair()
         theirs.close()
-        sockets = [None, ours] if rank == 0 else [ours, None]
-        assert f"rank {rank}: rank {peer} left while the group chose its algorithms" in leave(sockets, rank)
+        assert f"rank {rank}: rank {peer} left while the group chose its algorithms" in leave(ours, rank)
         ours.close()
 
 
 def test_a_malformed_frame_is_refused() -> None:
     ours, theirs = pair()
+    StartTree(0, place_of(0, [[0], [1]]), {1: theirs}, soon()).broadcast(lambda: 1, "it chooses whom to measure with")
     theirs.sendall(struct.pack(">cI", b"P", 1 << 31))
-    assert "rank 0 sent a frame of 2147483648 bytes" in leave([ours, None], 1)
+    assert "rank 0 sent a frame of 2147483648 bytes" in leave(ours, 1)
     ours.close()
     theirs.close()
 

@@ -20,7 +20,7 @@ from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.bootstrap import handshake, listener, rendezvous
+from netfold.bootstrap import handshake, listener, rendezvous, tree
 from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.listener import RegisteredGroup, acquire_listener, release_listener
 from netfold.switch_protocol.control_messages import parse_endpoint
@@ -36,38 +36,38 @@ ANY_PORT = range(1)
 TOKEN = handshake.token_of(SECRET)
 
 
-def mesh(
-    rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0, hosts: tuple[str, ...] = LOOPBACK
-) -> list[list[list[int]]]:
-    """Connect over loopback and exchange a byte a connection: 100 * lane + 10 * rail + rank."""
+def meet(
+    rank: int,
+    size: int,
+    folder: str,
+    secrets: list[bytes],
+    timeout_s: float = 10.0,
+    addresses: tuple[str, ...] = LOOPBACK,
+    host: str = "",
+) -> tuple[list[int], list[list[int]], int]:
+    """Connect over loopback; returns what all ranks say in an exchange, each host's ranks, and this rank's streams."""
     deadline = time.monotonic() + timeout_s
-    interfaces = Interfaces(hosts, named=True)
-    registered_group = RegisteredGroup(secrets[rank], rank, size, LANES, interfaces.rails)
-    here = acquire_listener(rank, hosts, ANY_PORT, deadline)
+    interfaces = Interfaces(addresses, named=True)
+    group = RegisteredGroup(secrets[rank], rank, size, LANES, interfaces.rails)
+    here = acquire_listener(rank, addresses, ANY_PORT, deadline)
     try:
-        here.register(registered_group)
-        sockets, _ = rendezvous.connect_mesh(FileStore(folder), registered_group, here, interfaces, deadline)
-        for lane, peers in enumerate(sockets):
-            for rails in peers:
-                for rail, stream in enumerate(rails):
-                    stream.settimeout(5)
-                    stream.sendall(bytes([100 * lane + 10 * rail + rank]))
-        met = [[[stream.recv(1)[0] for stream in rails] for rails in peers] for peers in sockets]
-        rendezvous.close_all(sockets)
-        return met
+        here.register(group)
+        tree, peers, hosts = rendezvous.connect_tree(FileStore(folder), group, here, interfaces, deadline, host=host)
+        assert [len(at) for at in peers.endpoints] == [0 if peer == rank else interfaces.rails for peer in range(size)]
+        return tree.all_gather(10 * rank, "they met"), hosts, len(tree.streams)
     finally:
-        here.deregister(registered_group, None)
+        group.close_connections()
+        here.deregister(group, None)
         release_listener(here)
 
 
-def everyone(size: int, rails: int = 1) -> list[list[list[list[int]]]]:
-    return [
-        [
-            [[100 * lane + 10 * rail + peer for rail in range(rails)] if peer != rank else [] for peer in range(size)]
-            for lane in range(LANES)
-        ]
-        for rank in range(size)
-    ]
+def everyone(size: int) -> list[int]:
+    return [10 * rank for rank in range(size)]
+
+
+def exchanged(outcomes: list[Any]) -> list[list[int]]:
+    """Of each rank, what all ranks said."""
+    return [said for said, *_ in values(outcomes)]
 
 
 def test_candidate_addresses_are_listed_while_another_thread_records_one_that_worked() -> None:
@@ -92,24 +92,103 @@ def test_a_failed_try_is_listed_once_however_often_it_is_recorded() -> None:
     assert list(addresses.failed) == [f"rank {rank} did not answer" for rank in (2, 1, 3)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_rank_is_connected_with_every_other(size: int) -> None:
-    assert values(run_threads(mesh, size, [SECRET] * size)) == everyone(size)
+def hosts_of(size: int, per_host: int) -> list[list[int]]:
+    return [list(range(size))[at : at + per_host] for at in range(0, size, per_host)]
 
 
-def test_each_interface_has_its_own_connection() -> None:
-    hosts = ("127.0.0.1", "127.0.0.2")
-    assert values(run_threads(mesh, 3, [SECRET] * 3, 10.0, hosts)) == everyone(3, 2)
+def _meet_on_hosts(rank: int, size: int, folder: str, per_host: int) -> Any:
+    """Ranks of a host in a row; where per_host is 1, no rank names its host."""
+    return meet(rank, size, folder, [SECRET] * size, host=f"host {rank // per_host}" if per_host > 1 else "")
 
 
-def _mesh_over(rank: int, size: int, folder: str, hosts: list[tuple[str, ...]]) -> Any:
-    return mesh(rank, size, folder, [SECRET] * size, 2.0, hosts[rank])
+@pytest.mark.parametrize(("size", "per_host"), [(1, 1), (2, 1), (5, 1), (12, 1), (5, 2), (12, 12), (20, 10), (30, 2)])
+def test_all_ranks_exchange_values_over_few_connections(size: int, per_host: int) -> None:
+    for said, hosts, streams in values(run_threads(_meet_on_hosts, size, per_host)):
+        assert said == everyone(size)
+        assert hosts == hosts_of(size, per_host)
+        assert streams <= 2 * tree.FAN_OUT + 1
+
+
+@pytest.mark.parametrize(("size", "per_host"), [(1, 1), (7, 1), (100, 1), (100, 100), (1000, 64), (10_000, 8)])
+def test_every_rank_has_one_parent_that_knows_it(size: int, per_host: int) -> None:
+    hosts = hosts_of(size, per_host)
+    # place_of looks a rank's host up, so not every rank of the large groups is asked.
+    asked = range(0, size, max(1, size // 200))
+    for rank in asked:
+        place = tree.place_of(rank, hosts)
+        assert (place.parent is None) == (rank == 0)
+        if place.parent is not None:
+            assert place.parent < rank
+            assert rank in tree.place_of(place.parent, hosts).children
+        for child in place.children:
+            below = tree.place_of(child, hosts)
+            assert below.parent == rank and below.height < place.height
+            assert below.leads == (child in place.other_hosts)
+
+
+def test_ranks_of_a_host_exchange_values_among_themselves() -> None:
+    def on_host(rank: int, size: int, folder: str) -> list[int]:
+        deadline = time.monotonic() + 10
+        group = RegisteredGroup(SECRET, rank, size, LANES, 1)
+        here = acquire_listener(rank, LOOPBACK, ANY_PORT, deadline)
+        here.register(group)
+        here_is = Interfaces(LOOPBACK, named=True)
+        try:
+            store = FileStore(folder)
+            met, _, _ = rendezvous.connect_tree(store, group, here, here_is, deadline, host=f"host {rank % 3}")
+            found = met.all_gather_on_host(rank, "they met")
+            met.all_gather(None, "they left")
+            return found
+        finally:
+            group.close_connections()
+            here.deregister(group, None)
+            release_listener(here)
+
+    for rank, found in enumerate(values(run_threads(on_host, 14))):
+        assert found == [other for other in range(14) if other % 3 == rank % 3]
+
+
+def _fail(rank: int, size: int, folder: str, how: str) -> Any:
+    deadline = time.monotonic() + 10
+    group = RegisteredGroup(SECRET, rank, size, LANES, 1)
+    here = acquire_listener(rank, LOOPBACK, ANY_PORT, deadline)
+    here.register(group)
+    try:
+        met, *_ = rendezvous.connect_tree(
+            FileStore(folder), group, here, Interfaces(LOOPBACK, named=True), deadline, host="one"
+        )
+        if rank == size - 1:
+            if how == "says why":
+                met.fail("its disk is full", rank)
+            return None
+        try:
+            return met.all_gather(rank, "they count")
+        except rendezvous.RendezvousError as error:
+            met.fail(str(error), error.rank)
+            raise
+    finally:
+        group.close_connections()
+        here.deregister(group, None)
+        release_listener(here)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("says why", "its disk is full"), ("leaves", "rank 2: rank 19 left while they count (")]
+)
+def test_every_rank_learns_which_one_failed_and_why(how: str, expected: str) -> None:
+    outcomes = run_threads(_fail, 20, how)
+    for outcome in outcomes[:-1]:
+        assert outcome.error == "RendezvousError"
+        assert expected in outcome.text
+
+
+def _meet_over(rank: int, size: int, folder: str, hosts: list[tuple[str, ...]]) -> Any:
+    return meet(rank, size, folder, [SECRET] * size, 2.0, hosts[rank])
 
 
 def test_ranks_with_different_numbers_of_interfaces_are_refused() -> None:
-    outcomes = run_threads(_mesh_over, 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)])
-    assert "rank 0 names 2 interfaces, rank 1 1: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[1].text
-    assert "rank 1 names 1 interfaces, rank 0 2: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[0].text
+    for outcome in run_threads(_meet_over, 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)]):
+        assert "rank 1 names 1 interfaces, rank 0 2: every rank needs as many (NETFOLD_INTERFACE)" in outcome.text
 
 
 def hello(
@@ -158,36 +237,36 @@ def _visit(folder: str, words: list[bytes], done: threading.Event) -> None:
     done.set()
 
 
-def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> Any:
+def _meet_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> Any:
     visited = threading.Event()
     if rank == 1:
         _visit(folder, words, visited)  # before the real ranks: rank 0 must drop it and accept them
     elif rank == 2:
         FileStore(folder).get("address/1", 10.0)
-    return mesh(rank, size, folder, [SECRET] * size)
+    return meet(rank, size, folder, [SECRET] * size)
 
 
 @pytest.mark.parametrize("peer", UNAUTHENTICATED_PEERS)
 def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(peer: str) -> None:
-    assert values(run_threads(_mesh_with_visitor, 3, UNAUTHENTICATED_PEERS[peer])) == everyone(3)
+    assert exchanged(run_threads(_meet_with_visitor, 3, UNAUTHENTICATED_PEERS[peer])) == [everyone(3)] * 3
 
 
-def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
+def _meet_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
     if rank == 1:
         with socket.create_connection(_address_of_rank_0(folder), 5):
-            return mesh(rank, size, folder, [SECRET] * size)
-    return mesh(rank, size, folder, [SECRET] * size)
+            return meet(rank, size, folder, [SECRET] * size)
+    return meet(rank, size, folder, [SECRET] * size)
 
 
 def test_a_silent_unauthenticated_peer_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the peer would take so long
     began = time.monotonic()
-    assert values(run_threads(_mesh_with_a_silent_visitor, 2)) == everyone(2)
+    assert exchanged(run_threads(_meet_with_a_silent_visitor, 2)) == [everyone(2)] * 2
     assert time.monotonic() - began < seconds(5)
 
 
 def test_a_rank_with_a_wrong_secret_is_refused_by_name() -> None:
-    outcomes = run_threads(mesh, 2, [SECRET, bytes(32)], 1.5)
+    outcomes = run_threads(meet, 2, [SECRET, bytes(32)], 1.5)
     assert outcomes[1].error == "RendezvousError"
     assert "is not rank 0 of this group" in outcomes[1].text
     assert outcomes[0].error == "RendezvousError"
@@ -197,7 +276,7 @@ def test_a_rank_with_a_wrong_secret_is_refused_by_name() -> None:
 def _forward(rank: int, size: int, folder: str) -> Any:
     """Rank 1 is a man in the middle that returns rank 0's own proof to rank 0."""
     if rank == 0:
-        return mesh(0, 2, folder, [SECRET] * 2, 1.0)
+        return meet(0, 2, folder, [SECRET] * 2, 1.0)
     said = hello(size=2)
     with socket.create_connection(_address_of_rank_0(folder), 5) as stream:
         stream.sendall(said)

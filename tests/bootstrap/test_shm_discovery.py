@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import os
@@ -9,16 +10,23 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from load import settles
+from load import seconds, settles
 from ranks import run_ranks, run_threads, values
 
+import netfold
 from netfold import Communicator, FileStore, Options
+from netfold._native import engine
 from netfold.bootstrap import shm_discovery as discovery
-from netfold.bootstrap.shm_discovery import discover_nodes
+from netfold.bootstrap.mesh_exchange import MeshExchange
+from netfold.bootstrap.shm_discovery import Exchange
 from netfold.communicator import RendezvousError
 from netfold.switch_protocol import control_messages
 
@@ -54,19 +62,16 @@ def test_ranks_that_reach_each_others_memory_agree_on_their_node(
             assert why.startswith("shared_memory") == (not apart), why
 
 
-def a_long_name(rank: int, size: int, folder: str) -> tuple[int, ...]:
-    long = Path(folder, *["a-folder-with-a-rather-long-name"] * 6)
-    long.mkdir(parents=True, exist_ok=True)
-    os.environ["TMPDIR"] = str(long)
+def without_folder(rank: int, size: int, folder: str) -> tuple[int, ...]:
+    os.environ["TMPDIR"] = str(Path(folder, "absent"))
     tempfile.tempdir = None
     with Communicator(FileStore(folder), rank, size, timeout_s=20, join_timeout_s=20) as group:
         group.barrier()
-        assert not list(long.iterdir())  # nothing is left behind
         return group.group.nodes
 
 
-def test_a_folder_name_too_long_for_a_socket_works() -> None:
-    assert values(run_ranks(a_long_name, 2)) == [(0, 0)] * 2
+def test_no_folder_for_temporary_files_is_needed() -> None:
+    assert values(run_ranks(without_folder, 2)) == [(0, 0)] * 2
 
 
 def open_descriptors() -> list[str]:
@@ -82,7 +87,7 @@ def count_of_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:netfold (deleted)")
 
 
-def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
+def test_a_closed_group_leaves_no_descriptor_or_mapping() -> None:
     values(run_threads(nodes, 3, set()))  # resources that are made once a process
     descriptors, mappings = open_descriptors(), count_of_mappings()
     for _ in range(3):
@@ -97,47 +102,289 @@ def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
     assert threading.active_count() < 10
 
 
-@pytest.mark.parametrize(("rank", "steps"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_rank_that_leaves_during_the_exchange_is_named(rank: int, steps: int) -> None:
-    """The other rank sends the first `steps` messages, and leaves."""
+    """The other rank sends the first `steps` values, and leaves."""
     peer = 1 - rank
     mine, theirs = socket.socketpair()
-    with mine:
+    own, other = (discovery.NodeSocket(each, SECRET) for each in (rank, peer))
+    with mine, contextlib.closing(own), contextlib.closing(other):
         with theirs:
-            if steps > 0:
-                control_messages.send(theirs, {"type": "node", "path": "/nonexistent", "token": bytes(16)})
-            if steps > 1 and peer > rank:
-                theirs.sendall(b"\1" if steps == 2 else b"\0")  # whether it will connect
+            for value in (b"\0", None)[:steps]:
+                control_messages.send(theirs, {"type": "value", "value": value})
+        exchange = MeshExchange(rank, (0, 1), [None, mine] if peer else [mine, None], time.monotonic() + 1)
         with pytest.raises(RendezvousError, match=f"rank {rank}: rank {peer} (left|did not answer in time)") as found:
-            discover_nodes(rank, 2, [None, mine] if peer else [mine, None], enabled=True, deadline=time.monotonic() + 1)
+            discovery.form_node(own, (0, 1), exchange)
     assert found.value.rank == peer
 
 
-def test_a_silent_unauthenticated_peer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(discovery, "_GREETING_S", 1.0)
-    streams = socket.socketpair()
-    found: dict[int, tuple[int, ...]] = {}
+SECRET = b"a secret of a test"
 
-    def find(rank: int) -> None:
-        sockets = [None, streams[0]] if rank == 0 else [streams[1], None]
-        found[rank], node = discover_nodes(rank, 2, sockets, enabled=True, deadline=time.monotonic() + 60)
-        assert node is not None
-        node.close()
 
-    threads = [threading.Thread(target=find, args=(rank,)) for rank in range(2)]
-    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with streams[0], streams[1], silent:
-        threads[0].start()
+class Meeting:
+    """The exchange of threads, each of which is a rank."""
 
-        def connects() -> bool:
-            with contextlib.suppress(OSError):
-                silent.connect(str(next(tmp_path.glob("*/socket"), "")))
-                return True
-            return False
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+        self._values: list[Any] = [None] * size
 
-        assert settles(connects)
-        threads[1].start()
-        for thread in threads:
-            thread.join()
-    assert found == {0: (0, 0), 1: (0, 0)}
+    def of(self, place: int) -> Exchange:
+        def all_gather(value: Any) -> list[Any]:
+            self._values[place] = value
+            self._barrier.wait(seconds(30))
+            found = list(self._values)
+            self._barrier.wait(seconds(30))
+            return found
+
+        return SimpleNamespace(all_gather=all_gather)
+
+
+def form(sockets: list[discovery.NodeSocket]) -> tuple[list[tuple[int, ...]], list[discovery.Node | None]]:
+    """Form the nodes of as many threads; returns what each thread was told."""
+    meeting = Meeting(len(sockets))
+
+    def one(place: int) -> tuple[tuple[int, ...], discovery.Node | None]:
+        return discovery.form_node(sockets[place], [own.rank for own in sockets], meeting.of(place))
+
+    with ThreadPoolExecutor(len(sockets)) as threads:
+        leaders, nodes = zip(*threads.map(one, range(len(sockets))), strict=True)
+    return list(leaders), list(nodes)
+
+
+@contextlib.contextmanager
+def sockets_of(ranks: Sequence[int]) -> Iterator[list[discovery.NodeSocket]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(discovery.NodeSocket(rank, SECRET))) for rank in ranks]
+
+
+def test_all_ranks_of_a_node_have_one_memory() -> None:
+    with sockets_of((3, 5, 9)) as sockets:
+        leaders, nodes = form(sockets)
+        assert leaders == [(3, 3, 3)] * 3
+        memories = set()
+        for position, node in enumerate(nodes):
+            assert node is not None and node.ranks == (3, 5, 9) and node.position == position
+            about = os.fstat(node.memory)
+            assert about.st_size == engine.node_bytes(3)
+            assert not os.get_inheritable(node.memory)
+            memories.add(about.st_ino)
+            node.close()
+        assert len(memories) == 1
+
+
+def test_more_ranks_than_a_node_holds_are_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_NODE_SIZE", 2)
+    with sockets_of(range(5)) as sockets:
+        leaders, nodes = form(sockets)
+        assert leaders == [(0, 0, 2, 2, 4)] * 5
+        assert [node and node.ranks for node in nodes] == [(0, 1), (0, 1), (2, 3), (2, 3), None]
+        for node in nodes:
+            if node is not None:
+                node.close()
+
+
+def test_a_node_of_the_most_ranks_forms() -> None:
+    size = int(engine.MAX_NODE_SIZE)
+    with sockets_of(range(size)) as sockets:
+        leaders, nodes = form(sockets)
+        assert leaders == [(0,) * size] * size
+        for node in nodes:
+            assert node is not None and len(node.ranks) == size
+            node.close()
+
+
+@pytest.mark.parametrize(
+    ("closed", "expected"),
+    [(0, (0, 1, 1, 1)), (1, (0, 1, 0, 0)), (3, (0, 0, 0, 3))],
+)
+def test_a_rank_whose_socket_is_not_reached_is_alone(closed: int, expected: tuple[int, ...]) -> None:
+    with sockets_of(range(4)) as sockets:
+        sockets[closed].close()
+        leaders, nodes = form(sockets)
+        assert leaders == [expected] * 4
+        for rank, node in enumerate(nodes):
+            assert (node is None) == (rank == closed)
+            if node is not None:
+                assert node.ranks == tuple(rank for rank in range(4) if rank != closed)
+                node.close()
+
+
+def test_ranks_that_do_not_reach_each_other_are_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox may forbid messages in one direction, between some ranks only."""
+    monkeypatch.setattr(discovery.NodeSocket, "reaches", lambda own, peer: (own.rank, peer) != (3, 1))
+    with sockets_of(range(5)) as sockets:
+        leaders, nodes = form(sockets)
+        assert leaders == [(0, 0, 0, 3, 0)] * 5
+        assert nodes[3] is None
+        for node in nodes:
+            if node is not None:
+                node.close()
+
+
+def test_a_rank_that_does_not_receive_the_memory_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = discovery.NodeSocket.receive_memory
+
+    def none_for_one(own: discovery.NodeSocket, expected_bytes: int) -> int | None:
+        return None if own.rank == 1 else receive(own, expected_bytes)
+
+    monkeypatch.setattr(discovery.NodeSocket, "receive_memory", none_for_one)
+    with sockets_of(range(3)) as sockets:
+        leaders, nodes = form(sockets)
+        assert leaders == [(0, 1, 0)] * 3
+        assert [node and node.ranks for node in nodes] == [(0, 2), None, (0, 2)]
+        for node in nodes:
+            if node is not None:
+                node.close()
+    with sockets_of(range(2)) as sockets:
+        assert form(sockets) == ([(0, 1)] * 2, [None, None])
+
+
+@pytest.fixture(params=["filter", "no filter"])
+def maybe_filter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets with the kernel's filter, and sockets of a kernel that has no such filter."""
+    if request.param == "no filter":
+
+        def refuse(*_: Any) -> None:
+            raise OSError("no filter")
+
+        monkeypatch.setattr(discovery, "_pass_only", refuse)
+
+
+def send_garbage(address: str) -> int:
+    """Send messages that no rank of the group sent, some with a descriptor; returns how many were taken."""
+    memory = os.memfd_create("intruder")
+    packets = [b"", b"x", bytes(16), bytes(40), os.urandom(40), os.urandom(4000)]
+    sent = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as intruder:
+        intruder.setblocking(False)
+        for fds in ([], [memory], [memory] * 3):
+            descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            for packet in packets:
+                with contextlib.suppress(BlockingIOError):  # the queue is full
+                    intruder.sendmsg([packet], descriptors, 0, address)
+                    sent += 1
+    os.close(memory)
+    return sent
+
+
+def descriptors_of_intruder() -> list[str]:
+    return [each for each in open_descriptors() if "memfd:intruder" in each]
+
+
+def test_messages_without_the_token_do_not_prevent_a_node(maybe_filter: None) -> None:
+    with sockets_of(range(2)) as sockets:
+        fits = not send_garbage(f"\0{sockets[1].name}1") < 18
+        leaders, nodes = form(sockets)
+        # Without the filter they may fill the queue, so that nothing else arrives.
+        assert leaders == [(0, 0) if fits else (0, 1)] * 2
+        assert not descriptors_of_intruder()
+        for node in nodes:
+            if node is not None:
+                node.close()
+
+
+def among_garbage(rank: int, size: int, folder: str, barrier: threading.Barrier) -> None:
+    with Communicator(FileStore(folder), rank, size, timeout_s=20, join_timeout_s=20) as group:
+        group.barrier()
+        buffer = netfold.empty(100_000, np.float64)
+        for number in range(20):
+            barrier.wait(seconds(20))
+            if rank == 0:
+                names = [line.split("@")[1] for line in Path("/proc/net/unix").read_text().splitlines() if "@" in line]
+                for name in names:
+                    if name.startswith("netfold-"):
+                        with contextlib.suppress(ConnectionRefusedError):
+                            send_garbage(f"\0{name}")
+            if rank == number % size:
+                time.sleep(0.002)  # the other ranks sleep by then
+            buffer[:] = rank + number
+            group.all_reduce(buffer)
+            assert (buffer == sum(range(size)) + size * number).all()
+
+
+def test_messages_without_the_token_change_nothing_and_leave_no_descriptor(maybe_filter: None) -> None:
+    values(run_threads(among_garbage, 3, threading.Barrier(3)))
+    assert not descriptors_of_intruder()
+
+
+def with_full_queues(rank: int, size: int, folder: str, barrier: threading.Barrier) -> None:
+    with Communicator(FileStore(folder), rank, size, timeout_s=20, join_timeout_s=20) as group:
+        made = MADE[rank]
+        message = made.token + bytes(24)
+        for number in range(10):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, contextlib.suppress(BlockingIOError):
+                other.setblocking(False)
+                while True:
+                    other.sendto(message, f"\0{made.name}{rank}")
+            barrier.wait(seconds(20))
+            if rank == number % size:
+                time.sleep(0.05)
+            began = time.monotonic()
+            group.barrier()
+            assert time.monotonic() - began < seconds(5)
+
+
+MADE: dict[int, discovery.NodeSocket] = {}
+
+
+def test_a_full_queue_loses_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = discovery.NodeSocket.__init__
+
+    def noted(own: discovery.NodeSocket, rank: int, secret: bytes) -> None:
+        MADE[rank] = own
+        make(own, rank, secret)
+
+    monkeypatch.setattr(discovery.NodeSocket, "__init__", noted)
+    values(run_threads(with_full_queues, 3, threading.Barrier(3)))
+
+
+def count_of_node(size: int) -> int:
+    """This process's datagram sockets, memory and events."""
+    local = {f"socket:[{line.split()[6]}]" for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    kinds = [each in local or "memfd:netfold" in each or "eventfd" in each for each in open_descriptors()]
+    return sum(kinds)
+
+
+def counts(rank: int, size: int, folder: str) -> tuple[int, int]:
+    """Before this rank's first call, and after calls that wake every rank."""
+    store = FileStore(folder)
+    with Communicator(store, rank, size, timeout_s=20, join_timeout_s=20) as group:
+        before = count_of_node(size)
+        store.set(f"counted/{rank}", b"1")
+        for other in range(size):
+            store.get(f"counted/{other}", seconds(20))
+        for number in range(3 * size):
+            if rank == number % size:
+                time.sleep(0.02)
+            group.barrier()
+        return before, count_of_node(size)
+
+
+def test_descriptors_do_not_grow_with_the_ranks_before_they_wake_each_other() -> None:
+    few, more = values(run_ranks(counts, 2)), values(run_ranks(counts, 6))
+    assert {before for before, _ in few} == {before for before, _ in more}
+    for before, after in more:
+        assert after <= before + 5  # an event of each other rank
+
+
+def among_many(rank: int, size: int, folder: str) -> tuple[int, ...]:
+    with Communicator(FileStore(folder), rank, size, timeout_s=60, join_timeout_s=60) as group:
+        total = size * (size + 1) // 2
+        for count in (1, 5_000, 100_000):
+            buffer = np.full(count, rank + 1.0)
+            group.all_reduce(buffer)
+            assert (buffer == total).all()
+        into = [np.zeros(3, np.int64) for _ in range(size)]
+        group.all_to_all([np.full(3, rank * 1000 + reader, np.int64) for reader in range(size)], into)
+        assert all((each == source * 1000 + rank).all() for source, each in enumerate(into))
+        got = np.zeros(1, np.int64)
+        work = group.send(np.full(1, rank), (rank + 1) % size, asynchronous=True)
+        group.receive(got, (rank - 1) % size)
+        work.wait(seconds(60))
+        assert got[0] == (rank - 1) % size
+        return group.group.nodes
+
+
+def test_more_ranks_than_bits_of_a_word_share_memory() -> None:
+    assert values(run_threads(among_many, 70, timeout_s=120)) == [(0,) * 70] * 70

@@ -1,21 +1,46 @@
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace netfold::transport {
 
-ShmNode::ShmNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> doorbells,
-                 std::vector<Fd> links, std::shared_ptr<PeerMemory> memory)
-    : self_(self), ranks_(std::move(ranks)), doorbells_(std::move(doorbells)), memory_(std::move(memory)) {
-  segments_.reserve(ranks_.size());
-  for (const Fd& fd : segments) {
-    segments_.push_back(Mapping::shared(fd.get(), sizeof(Segment)));
-    if (!segments_.back()) throw_errno("map a rank's shared memory");
+ShmNode::Layout::Layout(int size) {
+  const auto count = static_cast<std::size_t>(size);
+  std::size_t end = sizeof(Segment);
+  const auto place = [&](std::size_t bytes, std::size_t alignment) {
+    const std::size_t begin = (end + alignment - 1) / alignment * alignment;
+    end = begin + bytes;
+    return begin;
+  };
+  constexpr std::size_t kLine = 64;
+  constexpr std::size_t kPage = 4096;
+  for (std::size_t stream = 0; stream < kStreams; ++stream) {
+    taken[stream] = place(count * sizeof(std::uint64_t), kLine);
+    asked[stream] = place(count * sizeof(std::uint64_t), kLine);
   }
+  control_messages = place(count * sizeof(std::uint32_t), kLine);
+  uses = place(count, kLine);
+  awaits = place(count, kLine);
+  cursors = place(count * sizeof(RingCursors), kLine);
+  rings = place(count * kRingBytes, kPage);
+  segment_bytes = place(0, kPage);
+}
+
+ShmNode::ShmNode(int self, std::vector<int> ranks, Fd memory, Fd socket, std::string name,
+                 const ShmFdExchange::Token& token, std::shared_ptr<PeerMemory> peer_memory)
+    : self_(self),
+      ranks_(std::move(ranks)),
+      layout_(size()),
+      mapping_(Mapping::shared(memory.get(), layout_.node_bytes(size()))),
+      fd_exchange_(std::move(socket), std::move(name), token, self),
+      peer_memory_(std::move(peer_memory)) {
+  if (!mapping_) throw_errno("map the memory that the ranks of this host share");
+  header_ = static_cast<Header*>(static_cast<void*>(mapping_.data()));
+  segments_ = mapping_.data() + sizeof(Header);
   for (int position = 0; position < size(); ++position) {
-    fd_exchange_.add(std::move(links[static_cast<std::size_t>(position)]), own().control_messages[position],
-                     segment(position).control_messages[self_]);
+    fd_exchange_.add(rank(position), control_messages(self_, position), control_messages(position, self_));
   }
 }
 
@@ -29,50 +54,54 @@ void ShmNode::ring_doorbell() {
   // check, after its fence, sees the counter that was stored before this fence. Else `wake` below sees the sleeper's
   // `asleep`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int position = 0; position < size(); ++position) {
-    if (position != self_) wake(position);
+  for (int first = 0; first < size(); first += 64) {
+    std::uint64_t sleeping = asleep(first).load(std::memory_order_relaxed);
+    if (self_ / 64 == first / 64) sleeping &= ~asleep_bit(self_);
+    for (; sleeping != 0; sleeping &= sleeping - 1) wake(first + std::countr_zero(sleeping));
   }
 }
 
 void ShmNode::ring_doorbell(int position, short event) {
   // Pairs with the fence of `await` in the same way, with `awaits` in place of `asleep`, which was stored before it.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const auto& awaits = segment(position).awaits[self_];
-  if ((awaits.load(std::memory_order_relaxed) & event) != 0) wake(position);
+  if ((awaits(position, self_).load(std::memory_order_relaxed) & event) == 0) return;
+  if ((asleep(position).load(std::memory_order_relaxed) & asleep_bit(position)) != 0) wake(position);
 }
 
 void ShmNode::wake(int position) {
-  auto& asleep = segment(position).asleep;
-  if (asleep.load(std::memory_order_relaxed) == 0 || asleep.exchange(0) == 0) return;
-  signal(doorbells_[static_cast<std::size_t>(position)]);
+  if ((asleep(position).fetch_and(~asleep_bit(position)) & asleep_bit(position)) != 0) fd_exchange_.ring(position);
 }
 
 void ShmNode::prepare_sleep() {
-  for (auto& events : own().awaits) events.store(0, std::memory_order_relaxed);
+  for (int position = 0; position < size(); ++position) awaits(self_, position).store(0, std::memory_order_relaxed);
   sleep_prepared_ = true;
-  own().asleep.store(1, std::memory_order_relaxed);
+  asleep(self_).fetch_or(asleep_bit(self_), std::memory_order_relaxed);
   // Pairs with the fence of ring_doorbell(): this rank's last check, after the fence, sees the published counter, or
   // the publisher sees `asleep`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void ShmNode::await(int position, short events) {
-  own().awaits[position].store(static_cast<std::uint8_t>(events), std::memory_order_relaxed);
+  awaits(self_, position).store(static_cast<std::uint8_t>(events), std::memory_order_relaxed);
   // Pairs with the fence of ring_doorbell(position, event): this rank's last check sees that rank's bytes, or that rank
   // sees `awaits`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void ShmNode::cancel_sleep() {
+  // Sleeps that no rank ended, until the doorbells are cleared nevertheless: a message about a region, or a ring that
+  // came after the last sleep, would end every further sleep at once.
+  constexpr unsigned kSleepsWithoutRing = 8;
   if (!sleep_prepared_) return;
   sleep_prepared_ = false;
-  if (own().asleep.exchange(0) != 0) return;
-  // Another rank wrote to the doorbell, or is about to. A value that stays in the doorbell costs one needless check.
-  clear(doorbells_[static_cast<std::size_t>(self_)]);
+  const bool is_rung = (asleep(self_).fetch_and(~asleep_bit(self_)) & asleep_bit(self_)) == 0;
+  if (!is_rung && ++sleeps_without_ring_ < kSleepsWithoutRing) return;
+  sleeps_without_ring_ = 0;
+  fd_exchange_.clear();
 }
 
 bool ShmNode::begin_use(int owner) {
-  own().uses[owner].store(1, std::memory_order_relaxed);
+  uses(self_, owner).store(1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (segment(owner).left.load(std::memory_order_acquire) == kHere) return true;
   end_use(owner);
@@ -81,7 +110,7 @@ bool ShmNode::begin_use(int owner) {
 
 int ShmNode::begin_use_of_all() {
   for (int owner = 0; owner < size(); ++owner) {
-    if (owner != self_) own().uses[owner].store(1, std::memory_order_relaxed);
+    if (owner != self_) uses(self_, owner).store(1, std::memory_order_relaxed);
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int owner = 0; owner < size(); ++owner) {

@@ -18,10 +18,10 @@ ShmPipe::ShmPipe(ShmNode& node, int position, std::unique_ptr<Pipe> connection)
     : node_(node),
       position_(position),
       connection_(std::move(connection)),
-      own_cursors_(node.own().ends[position]),
-      peer_cursors_(node.segment(position).ends[node.self()]),
-      out_(node.own().rings[position]),
-      in_(node.segment(position).rings[node.self()]) {}
+      own_cursors_(node.cursors(node.self(), position)),
+      peer_cursors_(node.cursors(position, node.self())),
+      out_(node.ring(node.self(), position)),
+      in_(node.ring(position, node.self())) {}
 
 Pipe::Io ShmPipe::send(std::span<const iovec> pieces) {
   if (written_ != read_by_peer_ && is_gone()) return {.closed = true};
@@ -103,6 +103,7 @@ bool ShmPipe::is_gone() {
 void ShmPipe::wait_for(short events, std::vector<pollfd>& fds) const {
   node_.await(position_, events);
   quiet_calls_ = kQuietCalls;
+  if (!connection_->was_connected()) connection_->hung_up();  // makes it, since only its end shows the peer's
   connection_->wait_for(POLLRDHUP, fds);
 }
 

@@ -46,7 +46,12 @@ SpareBlocks& spare_blocks() { return process_wide<SpareBlocks, &SpareBlocks::mut
 
 ResumableSocket::ResumableSocket(Fd socket, bool resumable, const auth::StreamSecrets& secrets)
     : resumable_(resumable), security_(secrets.security) {
-  adopt(std::move(socket), secrets);
+  if (socket) {
+    adopt(std::move(socket), secrets);
+  } else {
+    state_ = State::broken;
+    reconnects_ = -1;
+  }
 }
 
 void ResumableSocket::adopt(Fd socket, const auth::StreamSecrets& secrets) {
@@ -62,7 +67,7 @@ void ResumableSocket::adopt(Fd socket, const auth::StreamSecrets& secrets) {
 
 Pipe::Io ResumableSocket::send(std::span<const iovec> pieces) {
   if (state_ == State::lost) return lost();
-  if (state_ != State::up || !flush()) return {};
+  if (state_ != State::up || (!resumable_ && !accepted()) || !flush()) return {};
   if (records_ != nullptr) return send_records(pieces);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
@@ -159,7 +164,8 @@ Pipe::Io ResumableSocket::handle_end(const RecordStream::ReadResult& result) {
 // A connection that is not resumable keeps its socket: the peer's last bytes may still be unread.
 Pipe::Io ResumableSocket::handle_error(int error) {
   error_ = error;
-  if (!resumable_) return lost();
+  // Without a greeting the peer has not taken this socket over, and will be asked for another.
+  if (!resumable_ && accepted_) return lost();
   disconnect();
   return {};
 }
@@ -316,6 +322,7 @@ void ResumableSocket::wait_for(short events, std::vector<pollfd>& fds) const {
   // A socket that is shut for writing is always ready for writing.
   if (state_ == State::disconnecting) events &= ~POLLOUT;
   if (!socket_ || events == 0) return;
+  if (!resumable_ && !accepted_) events = POLLIN;  // the greeting
   // The socket does not wake a reader of bytes that were read ahead.
   const bool is_ready = (events & POLLIN) != 0 && records_ != nullptr && records_->has_payload();
   fds.push_back(is_ready ? pollfd{always_readable(), POLLIN, 0} : pollfd{socket_.get(), events, 0});
@@ -325,7 +332,7 @@ bool ResumableSocket::hung_up() {
   if (state_ == State::up) {
     pollfd look{socket_.get(), POLLRDHUP, 0};
     if (::poll(&look, 1, 0) <= 0 || (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) == 0) return false;
-    if (!resumable_) return true;
+    if (!resumable_ && accepted()) return true;
     disconnect();
   }
   return state_ == State::lost;

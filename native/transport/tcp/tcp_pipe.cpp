@@ -4,13 +4,14 @@
 
 namespace netfold::transport {
 
-TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
+TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets, bool resumable,
                  std::function<void(int rail)> on_broken)
-    : reported_(sockets.size(), -1), on_broken_(std::move(on_broken)), has_records_(!secrets.empty()) {
+    : reported_(sockets.size(), kNone),
+      on_broken_(std::move(on_broken)),
+      has_records_(secrets.at(0).security != auth::Security::none) {
   rails_.reserve(sockets.size());
   for (std::size_t rail = 0; rail < sockets.size(); ++rail) {
-    rails_.emplace_back(std::move(sockets[rail]), on_broken_ != nullptr,
-                        has_records_ ? secrets.at(rail) : auth::StreamSecrets{});
+    rails_.emplace_back(std::move(sockets[rail]), resumable, secrets.at(rail));
   }
 }
 
@@ -28,7 +29,7 @@ template <class Move>
 Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move) {
   if (rails_.size() == 1) {
     const Io io = move(rails_[0], pieces);
-    if (on_broken_ != nullptr && io.bytes == 0) report_broken(0);
+    if (io.bytes == 0) report_broken(0);
     return io;
   }
   Io total;
@@ -50,7 +51,7 @@ Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& posit
 }
 
 void TcpPipe::report_broken(std::size_t rail) {
-  if (!rails_[rail].is_broken() || reported_[rail] == rails_[rail].reconnects() || on_broken_ == nullptr) return;
+  if (!rails_[rail].is_broken() || reported_[rail] == rails_[rail].reconnects()) return;
   reported_[rail] = rails_[rail].reconnects();
   on_broken_(static_cast<int>(rail));
 }
@@ -78,6 +79,10 @@ bool TcpPipe::flush() {
 bool TcpPipe::has_unsent() const {
   return has_records_ &&
          std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.has_unsent(); });
+}
+
+bool TcpPipe::was_connected() const {
+  return std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return !rail.is_unused(); });
 }
 
 void TcpPipe::wait_to_flush(std::vector<pollfd>& fds) {

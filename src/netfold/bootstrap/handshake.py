@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from netfold._native import auth
 from netfold.bootstrap.secure_stream import Secrets, Session
@@ -35,8 +35,7 @@ _PROOF_BYTES = 32
 _YES, _NO = b"+", b"-"
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(NamedTuple):
     """The rank that connects, the one it connects to, and the purpose. In the order of _HELLO's fields."""
 
     purpose: int
@@ -66,7 +65,7 @@ def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | No
 
     EOFError or OSError if the peer goes away.
     """
-    request = _HELLO.pack(_MAGIC, *astuple(hello), secrets.token_bytes(_NONCE_BYTES))
+    request = _HELLO.pack(_MAGIC, *hello, secrets.token_bytes(_NONCE_BYTES))
     stream.sendall(request)
     if receive_exactly(stream, 1) != _YES:
         raise GroupNotFoundError

@@ -69,6 +69,13 @@ class RegisteredGroup:
                 self.accepted[key] = stream
             self.changed.notify_all()
 
+    def close_connections(self) -> None:
+        """Close the connections that were not given to a native group."""
+        with self.changed:
+            for stream in self.accepted.values():
+                stream.close()
+            self.accepted.clear()
+
     def accepts(self, hello: Hello) -> bool:
         if hello.security != self.security:
             return False

@@ -1,4 +1,4 @@
-"""The number of files that a rank may have open: some connections and a doorbell for each other rank."""
+"""The number of files that a rank may have open: up to some connections for each other rank that it talks to."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Measure the links of a group before the first operation, and make the choice table.
 
-Rank 0 exchanges pings over the new connections with one rank of another host, fits the cost model's links, builds the
+Rank 0 exchanges pings over a new connection with one rank of another host, fits the cost model's links, builds the
 table and sends it to all. A copy inside this process measures memory. A process measures the same hosts once.
 
-On a connection, before the native engine takes it over, there are frames of a letter and a length. `P`: a ping of that
-length, whose reply is one byte. `T`: the table and what it was made from.
+On that connection there are frames of a letter and a length. `P`: a ping of that length, whose reply is one byte. `E`:
+the end of the pings.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from netfold.bootstrap.tree import StartTree
 from netfold.errors import RendezvousError
 from netfold.switch_protocol.control_messages import receive_exactly
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Link, Links, Topology, fit_link
 
 _FRAME = struct.Struct(">cI")
-_PING, _TABLE = b"P", b"T"
-MAX_TABLE_BYTES = 1 << 20
+_PING, _END = b"P", b"E"
+_MAX_PING_BYTES = 1 << 20
 
 # (bytes, repetitions). Each size is at most eight times the last, whose time so bounds the next one's. The largest must
 # exceed the burst that links pass at full speed after a pause (a rack's: 128 KB).
@@ -68,8 +69,8 @@ class TableChoice(NamedTuple):
 
 
 def agree(
-    sockets: Sequence[ByteStream | None],
-    rank: int,
+    tree: StartTree,
+    stream_to: Callable[[int], ByteStream],
     topology: Topology,
     build: Callable[[Links], ChoiceTable],
     deadline: float,
@@ -80,45 +81,49 @@ def agree(
 ) -> TableChoice:
     """Rank 0 measures and chooses; every rank returns rank 0's choice.
 
+    stream_to: the connection between rank 0 and the rank that it measures with, at both.
     build: makes the table, at rank 0.
-    hosts: the ends of all connections. The links between these hosts are measured once.
+    hosts: the addresses of all ranks. The links between these hosts are measured once.
     switches: the rates that rank 0 knows (Links.switches).
     Cost: about 30 ms, and 40 ms more over a fabric, the first time between these hosts.
     Raises RendezvousError that names the rank that left.
     """
-    streams = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
-    for stream in streams.values():
-        stream.settimeout(max(0.1, deadline - time.monotonic()))
-    peer = 0
-    try:
-        if rank != 0:
-            return _follow(streams[0])
-        # A rank on another host; where all are on one, any rank, since algorithms over the mesh use its loopback.
-        elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
-        peer = (elsewhere or list(streams))[0]
-        links = replace(_measure(streams[peer], hosts, rails), switches=switches)
-        choice = TableChoice(build(links), links)
-        frame = choice.to_json()
-        for peer in streams:
-            streams[peer].sendall(_FRAME.pack(_TABLE, len(frame)) + frame)
-        return choice
-    except (OSError, EOFError) as error:
-        raise RendezvousError(
-            f"rank {rank}: rank {peer} left while the group chose its algorithms ({error}); see its own output",
-            rank=peer,
-        ) from None
+    rank = tree.rank
+    what = "the group chose its algorithms"
+    peer = tree.broadcast(lambda: _measured_peer(tree, topology), what)
+    links = DEFAULT_LINKS
+    if rank in (0, peer):
+        try:
+            stream = stream_to(peer if rank == 0 else 0)
+            stream.settimeout(max(0.1, deadline - time.monotonic()))
+            if rank == 0:
+                links = replace(_measure(stream, hosts, rails), switches=switches)
+                stream.sendall(_FRAME.pack(_END, 0))
+            else:
+                _follow(stream)
+        except (OSError, EOFError) as error:
+            other = peer if rank == 0 else 0
+            raise RendezvousError(
+                f"rank {rank}: rank {other} left while {what} ({error}); see its own output", rank=other
+            ) from None
+    return TableChoice.from_json(tree.broadcast(lambda: TableChoice(build(links), links).to_json(), what))
 
 
-def _follow(leader: ByteStream) -> TableChoice:
+def _measured_peer(tree: StartTree, topology: Topology) -> int:
+    """A rank on another host; where all are on one, any rank, since algorithms over the mesh use its loopback."""
+    elsewhere = [peer for peer in tree.place.children if topology.nodes[peer] != topology.nodes[0]]
+    return (elsewhere or list(tree.place.children))[0]
+
+
+def _follow(leader: ByteStream) -> None:
     leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
         kind, size = _FRAME.unpack(receive_exactly(leader, _FRAME.size))
-        if size > MAX_TABLE_BYTES:
-            raise RendezvousError(f"rank 0 sent a frame of {size} bytes; at most {MAX_TABLE_BYTES} make sense", rank=0)
-        data = receive_exactly(leader, size)
-        if kind == _TABLE:
-            return TableChoice.from_json(data)
-        leader.sendall(data[:1])
+        if kind == _END:
+            return
+        if size > _MAX_PING_BYTES:
+            raise RendezvousError(f"rank 0 sent a frame of {size} bytes; at most {_MAX_PING_BYTES} make sense", rank=0)
+        leader.sendall(receive_exactly(leader, size)[:1])
 
 
 def _measure(stream: ByteStream, hosts: frozenset[str], rails: int) -> Links:

@@ -1,15 +1,14 @@
-"""From a store to a mesh: every rank publishes its addresses and is connected with every other.
+"""From a store to a tree: every rank publishes its addresses and is connected with its neighbours in a tree (tree.py).
 
-Rank i connects to the listeners (listener.py) of all ranks below it, once for each lane and rail. A connection counts
-only after both ends have proved that they know the job's secret (handshake.py). Rank 0 draws the secret and puts it in
-the store.
+Rank 0 reads all addresses and tells each rank its place. A rank connects to its parent's listener (listener.py);
+further connections are made when they are first used (connection_manager.py). A connection counts only after both ends
+have proved that they know the job's secret (handshake.py). Rank 0 draws the secret and puts it in the store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import secrets
@@ -26,12 +25,11 @@ from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import PrefixStore, Store
+from netfold.bootstrap.tree import Place, StartTree, place_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
 from netfold.tuning import check_words
-
-Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at this rank
 
 _RETRY_S = 0.05
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
@@ -39,6 +37,9 @@ _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errn
 _TRY_S = 1.0
 # Longest wait for the token of the process that has a rank: it is there unless that process died just then.
 _OWNER_TIMEOUT_S = 5.0
+_IP_BIND_ADDRESS_NO_PORT = 24
+# Rank 0 names the absent ranks at its deadline, and the others wait so much longer to read it.
+_PLACE_GRACE_S = 0.5
 _process = (os.getpid(), secrets.token_hex(16))
 
 
@@ -188,12 +189,27 @@ class PeerAddresses:
     def record_failures(self, errors: Iterable[str]) -> None:
         self.failed.update(dict.fromkeys(errors))
 
+    def sources(self, peer: int) -> list[str]:
+        """This host's addresses from which it reaches a rank, by rail; empty for a rank that it has no route to."""
+        if self.interfaces.named:
+            return list(self.interfaces.hosts)
+        own = ""
+        for host, port in self.candidates(peer, 0):
+            # Connecting a datagram socket sends nothing, and finds the route.
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as found, contextlib.suppress(OSError):
+                found.connect((host, port))
+                own = found.getsockname()[0]
+                if own != host:  # else it is this host's address, too, as those of bridges often are
+                    return [own]
+        return [own] if own else []
+
     def source(self, rail: int) -> tuple[str, int] | None:
         """The address to connect from: the interface that the user named, else None for the routing table's choice."""
         return (self.interfaces.hosts[rail], 0) if self.interfaces.named else None
 
 
-def connect_mesh(
+def connect_tree(
     store: Store,
     registered_group: RegisteredGroup,
     listener: Listener,
@@ -201,77 +217,165 @@ def connect_mesh(
     deadline: float,
     *,
     fabric: str | None = None,
-) -> tuple[Sockets, PeerAddresses]:
-    """Connect a socket for each lane, rank and rail; returns them with the addresses of all ranks.
+    host: str = "",
+) -> tuple[StartTree, PeerAddresses, list[list[int]]]:
+    """Connect to this rank's neighbours in the tree; returns it with the addresses of all ranks, and the hosts' ranks.
 
+    host: an identity that the ranks of one host share; empty for a rank that counts as a host of its own.
     Raises RendezvousError that names the ranks that did not come, or that use another fabric.
     """
     group = registered_group
-    rank, size, lanes, rails = group.rank, group.size, group.lanes, group.rails
-    own = {"at": [format_endpoint(host, listener.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
-    store.set(_address(rank), json.dumps(own).encode())
-    # All addresses before the first connection, so that all ranks learn at once of one that does not fit.
-    peer_addresses = PeerAddresses(interfaces, _read_endpoints(store, group, fabric, deadline))
-    keys = list(itertools.product(range(size), range(lanes), range(rails)))
+    rank, size = group.rank, group.size
+    at = [format_endpoint(name, listener.port) for name in interfaces.hosts]
+    store.set(_address(rank), json.dumps({"at": at, "rails": group.rails, "fabric": fabric, "host": host}).encode())
+    peer_addresses = PeerAddresses(interfaces, [[] for _ in range(size)])
+    published = _publish_places(store, group, fabric, deadline) if rank == 0 else None
+    place, parent_at = _read_place(store, group, deadline)
+    neighbours: set[int] = set(place.children)
     try:
-        token = handshake.token_of(group.secret)
-        for peer, lane, rail in keys:
-            if peer < rank:
-                hello = Hello(JOIN, token, rank, peer, size, lane, rail, group.security)
-                group.accepted[peer, lane, rail] = connect(peer_addresses, hello, group.secret, deadline)
-        _await_connections(group, {key for key in keys if key[0] > rank}, deadline)
+        if place.parent is not None:
+            neighbours.add(place.parent)
+            peer_addresses.endpoints[place.parent] = _parsed(place.parent, parent_at)
+            _join(group, peer_addresses, place.parent, deadline)
+        _await_connections(group, {(child, 0, 0) for child in place.children}, deadline)
+        tree = StartTree(rank, place, _first_streams(group), deadline)
+        everyone = tree.broadcast(lambda: published, "the ranks learned each other's addresses")
     except BaseException as error:
-        absent = sorted({key[0] for key in keys if key[0] != rank and key not in group.accepted})
-        with group.changed:
-            for stream in group.accepted.values():
-                stream.close()
-        if isinstance(error, TimeoutError):
-            tried = f" Tried in vain: {'; '.join(peer_addresses.failed)}." if peer_addresses.failed else ""
-            raise RendezvousError(
-                f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every rank "
-                f"start, and does {', '.join(interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE, NETFOLD_PORTS)?"
-                f"{tried}",
-                rank=absent[0] if absent else None,
-            ) from None
-        raise
-    sockets: Sockets = [
-        [[group.accepted[peer, lane, rail] for rail in range(rails)] if peer != rank else [] for peer in range(size)]
-        for lane in range(lanes)
-    ]
-    for row in itertools.chain.from_iterable(sockets):
-        for stream in row:
-            stream.settimeout(_left(deadline))
-    return sockets, peer_addresses
+        reason = _explain_absence(error, group, neighbours, peer_addresses)
+        StartTree(rank, place, _first_streams(group), deadline).fail(str(reason), getattr(reason, "rank", None))
+        raise reason from None
+    assert everyone is not None
+    for peer, (addresses, _) in enumerate(everyone):
+        peer_addresses.endpoints[peer] = [] if peer == rank else _parsed(peer, addresses)
+    return tree, peer_addresses, _hosts([identity for _, identity in everyone])
 
 
-def publish_failure(store: Store, rank: int, why: str) -> None:
+def connect_others(group: RegisteredGroup, peer_addresses: PeerAddresses, deadline: float) -> None:
+    """Connect also to all ranks that are no neighbours in the tree, for a fabric. Every rank calls this."""
+    missing = {peer for peer in range(group.size) if peer != group.rank and (peer, 0, 0) not in group.accepted}
+    try:
+        for peer in sorted(missing):
+            if peer < group.rank:
+                _join(group, peer_addresses, peer, deadline)
+        _await_connections(group, {(peer, 0, 0) for peer in missing}, deadline)
+    except BaseException as error:
+        raise _explain_absence(error, group, missing, peer_addresses) from None
+
+
+def _join(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> None:
+    hello = Hello(JOIN, handshake.token_of(group.secret), group.rank, peer, group.size, security=group.security)
+    group.add_connection((peer, 0, 0), connect(peer_addresses, hello, group.secret, deadline))
+
+
+def _first_streams(group: RegisteredGroup) -> dict[int, socket.socket]:
+    with group.changed:
+        return {peer: stream for (peer, lane, rail), stream in group.accepted.items() if (lane, rail) == (0, 0)}
+
+
+def _explain_absence(
+    error: BaseException, group: RegisteredGroup, expected: set[int], peer_addresses: PeerAddresses
+) -> BaseException:
+    """The error to raise: where the time is over, one that names the expected ranks that did not connect."""
+    if not isinstance(error, TimeoutError):
+        return error
+    absent = sorted(peer for peer in expected if (peer, 0, 0) not in group.accepted)
+    tried = f" Tried in vain: {'; '.join(peer_addresses.failed)}." if peer_addresses.failed else ""
+    return RendezvousError(
+        f"rank {group.rank}: rank {', '.join(map(str, absent))} of {group.size} did not connect in time; did every "
+        f"rank start, and does {', '.join(peer_addresses.interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE, "
+        f"NETFOLD_PORTS)?{tried}",
+        rank=absent[0] if absent else None,
+    )
+
+
+def publish_failure(store: Store, rank: int, size: int, why: str) -> None:
     """Tell the ranks that wait for this one's addresses why there will be none."""
     with contextlib.suppress(Exception):  # then they find out at their deadline
         store.set(_address(rank), json.dumps({"gave_up": why}).encode())
+        if rank == 0:
+            _publish_refusal(store, size, {"gave_up": why, "rank": 0})
 
 
 def _address(rank: int) -> str:
     return f"address/{rank}"
 
 
-def _read_endpoints(
+def _place(rank: int) -> str:
+    return f"place/{rank}"
+
+
+def _hosts(identities: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host, by their hosts' identities."""
+    hosts: dict[str | int, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity or rank, []).append(rank)
+    return list(hosts.values())
+
+
+def _publish_places(
     store: Store, group: RegisteredGroup, fabric: str | None, deadline: float
-) -> list[list[tuple[str, int]]]:
-    """By rank; none of this rank. RendezvousError that names a rank that is absent, gave up, or does not fit."""
-    others = [peer for peer in range(group.size) if peer != group.rank]
-    endpoints: list[list[tuple[str, int]]] = [[] for _ in range(group.size)]
+) -> list[tuple[list[str], str]]:
+    """At rank 0: read all addresses, and tell each rank its place in the tree. Returns addresses and hosts, by rank.
+
+    So a rank reads one value of the store, not one for each other rank. Where a rank is absent, gave up, or does not
+    fit, all ranks are told, and RendezvousError names it.
+    """
+    found: list[tuple[list[str], str]] = []
     try:
-        for peer in others:
+        for peer in range(group.size):
             published = json.loads(store.get(_address(peer), _left(deadline)))
-            endpoints[peer] = _endpoints(published, group, peer, fabric)
+            _check_fit(published, group, peer, fabric)
+            found.append((published["at"], published["host"]))
+    except (TimeoutError, RendezvousError) as error:
+        refusal: dict[str, Any] = {"absent": _absent(store, group)}
+        if isinstance(error, RendezvousError):
+            refusal = {"refused": str(error), "rank": error.rank}
+        _publish_refusal(store, group.size, refusal)
+        raise _refused(refusal, group) from None
+    hosts = _hosts([identity for _, identity in found])
+    for ranks in hosts:
+        for rank in ranks:
+            place = place_of(rank, hosts)
+            parent_at = [] if place.parent is None else found[place.parent][0]
+            store.set(_place(rank), json.dumps([place, parent_at]).encode())
+    return found
+
+
+def _publish_refusal(store: Store, size: int, refusal: dict[str, Any]) -> None:
+    for peer in range(size):
+        store.set(_place(peer), json.dumps(refusal).encode())
+
+
+def _read_place(store: Store, group: RegisteredGroup, deadline: float) -> tuple[Place, list[str]]:
+    """This rank's place in the tree, and its parent's addresses."""
+    try:
+        read = json.loads(store.get(_place(group.rank), _left(deadline) + _PLACE_GRACE_S))
     except TimeoutError:
-        absent = [peer for peer in others if not endpoints[peer] and not _has(store, _address(peer))]
-        raise RendezvousError(
-            f"rank {group.rank}: rank {', '.join(map(str, absent))} of {group.size} did not come in time; did every "
-            "rank start, and does each reach the store that they meet by?",
-            rank=absent[0] if absent else None,
-        ) from None
-    return endpoints
+        raise _refused({"absent": _absent(store, group)}, group) from None
+    if isinstance(read, dict):
+        raise _refused(read, group)
+    (parent, leads, own_host, other_hosts, height), parent_at = read
+    return Place(parent, leads, tuple(own_host), tuple(other_hosts), height), parent_at
+
+
+def _refused(refusal: dict[str, Any], group: RegisteredGroup) -> RendezvousError:
+    """The error for a group that does not form, as rank 0 or this rank found it out."""
+    if "refused" in refusal:
+        return RendezvousError(refusal["refused"], rank=refusal["rank"])
+    if "gave_up" in refusal:
+        return RendezvousError(
+            f"rank {refusal['rank']} could not join; it said: {refusal['gave_up']}", rank=refusal["rank"]
+        )
+    absent = refusal["absent"] or [0]  # all came, and rank 0 did not say so
+    return RendezvousError(
+        f"rank {group.rank}: rank {', '.join(map(str, absent))} of {group.size} did not come in time; did every rank "
+        "start, and does each reach the store that they meet by?",
+        rank=absent[0],
+    )
+
+
+def _absent(store: Store, group: RegisteredGroup) -> list[int]:
+    return [peer for peer in range(group.size) if peer != group.rank and not _has(store, _address(peer))]
 
 
 def _has(store: Store, key: str) -> bool:
@@ -282,9 +386,7 @@ def _has(store: Store, key: str) -> bool:
     return True
 
 
-def _endpoints(
-    published: dict[str, Any], group: RegisteredGroup, peer: int, fabric: str | None
-) -> list[tuple[str, int]]:
+def _check_fit(published: dict[str, Any], group: RegisteredGroup, peer: int, fabric: str | None) -> None:
     if "gave_up" in published:
         raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
     if published["fabric"] != fabric:
@@ -299,7 +401,10 @@ def _endpoints(
             "many (NETFOLD_INTERFACE)",
             rank=peer,
         )
-    return [parse_endpoint(each, what=f"rank {peer}'s address") for each in published["at"]]
+
+
+def _parsed(peer: int, addresses: Sequence[str]) -> list[tuple[str, int]]:
+    return [parse_endpoint(each, what=f"rank {peer}'s address") for each in addresses]
 
 
 def _describe_transport(fabric: str | None) -> str:
@@ -371,25 +476,21 @@ def _try(
 ) -> socket.socket:
     alone = len(peer_addresses.candidates(hello.target, hello.rail)) == 1
     timeout_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
-    stream = socket.create_connection(endpoint, timeout_s, source_address=peer_addresses.source(hello.rail))
+    stream = socket.socket(socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        stream.settimeout(timeout_s)
+        source = peer_addresses.source(hello.rail)
+        if source is not None:
+            # A port at `connect`, where it need be free for this peer only: else a host runs out of ports.
+            stream.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+            stream.bind(source)
+        stream.connect(endpoint)
         # A busy peer replies late: wait until the deadline.
         stream.settimeout(_left(deadline))
         return secure_stream(stream, handshake.initiate(stream, hello, secret))
     except BaseException:
         stream.close()
         raise
-
-
-def close_all(sockets: Sockets) -> None:
-    for row in itertools.chain.from_iterable(sockets):
-        for stream in row:
-            stream.close()
-
-
-def first_rail(lane: Sequence[Sequence[socket.socket]]) -> list[socket.socket | None]:
-    """By rank, the socket that Python uses before the native engine takes over the sockets."""
-    return [row[0] if row else None for row in lane]
 
 
 def _left(deadline: float) -> float:

@@ -1,254 +1,223 @@
-"""Find out which ranks share memory. This is tried and never inferred from addresses: network namespaces of a machine
-share memory, and containers may not.
+"""Find out which ranks share memory. This is tried and never inferred from addresses.
 
-Every rank listens on a socket in the file system (TMPDIR), under a name that only the group learns. A rank that reaches
-it is on the same machine with the same view of the file system. The two exchange their segments (memfd) and doorbells
-(eventfd) over it, and keep it to pass descriptors of buffers later. Tokens authenticate the two: each sends the other
-one over the mesh, whose connections are already authenticated.
+Candidates are ranks of one host and one network namespace, as `host_identity` names them. Every rank has a datagram
+socket with an abstract name that only the group can derive (`NodeSocket`). Each candidate tries whether it reaches the
+sockets of the others. Ranks that all reach each other are a node. The lowest rank of a node makes the node's memory
+(memfd) and sends it to the others. Later the ranks wake each other, and pass descriptors of buffers, by
+the same sockets. So a rank has one socket and one memory, whatever the number of ranks.
+
+Names of abstract sockets can be listed by every user of the host. Each message therefore carries a token, and a filter
+in the kernel drops messages without it.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import ctypes
 import fcntl
+import hashlib
 import hmac
-import itertools
 import os
-import secrets
-import shutil
 import socket
 import struct
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from netfold._native import engine
-from netfold.errors import RendezvousError
-from netfold.switch_protocol import control_messages
-from netfold.switch_protocol.control_messages import receive_exactly
 
 _TOKEN_BYTES = 16
-_PACKET = struct.Struct(f">I{_TOKEN_BYTES}s")  # the sender's rank, and the token that the receiver gave it
-_GREETING_S = 5.0  # for a connection to authenticate itself
-_SHARED = b"\1"
-_APART = b"\0"
+_FILLING = bytes(24)  # up to the length of native messages; operation 0
+_SO_ATTACH_FILTER = 26
+
+
+class Exchange(Protocol):
+    """A collective among the candidates. Every candidate calls it equally often."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all candidates, in their order. RendezvousError that names a rank that left.
+
+        value: of what control messages can carry, at most some hundred bytes.
+        """
+
+
+def host_identity() -> str:
+    """Name this host and network namespace: abstract sockets reach no further. Empty where they are unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/thread-self/ns/net")  # of the thread that makes the socket
+    except OSError:
+        return ""
+    return f"{boot} {namespace.st_dev} {namespace.st_ino}"
+
+
+class NodeSocket:
+    """This rank's datagram socket. Made before the rank publishes its host, so that other ranks then reach it.
+
+    secret: of the group.
+    """
+
+    def __init__(self, rank: int, secret: bytes) -> None:
+        self.rank = rank
+        self.name = f"netfold-{_derive(secret, b'node').hex()}-"  # and the rank
+        self.token = _derive(secret, b"node token")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.setblocking(False)
+            # Without the filter, the receiver's check of the token is enough for safety.
+            with contextlib.suppress(OSError):
+                _pass_only(self._socket, self.token)
+            self._socket.bind(self._address(rank))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @property
+    def host(self) -> str:
+        return host_identity()
+
+    def reaches(self, peer: int) -> bool:
+        """Whether this process may send to the peer's socket. Sends nothing."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            return probe.connect_ex(self._address(peer)) == 0
+
+    def send_memory(self, peer: int, memory: int) -> None:
+        """Send the node's memory. The peer tells whether it has received it."""
+        # Not socket.send_fds: that of Python 3.11 ignores the address.
+        descriptor = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))
+        with contextlib.suppress(OSError):
+            self._socket.sendmsg([self.token + _FILLING], [descriptor], 0, self._address(peer))
+
+    def receive_memory(self, expected_bytes: int) -> int | None:
+        """The memory that was sent to this socket; None: none of that size was."""
+        room = _TOKEN_BYTES + len(_FILLING), socket.CMSG_LEN(array.array("i").itemsize)
+        while True:
+            try:
+                packet, ancillary, flags, _ = self._socket.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
+            except OSError:
+                return None
+            fds = array.array("i")
+            for _, _, data in ancillary:  # descriptors alone: the socket asked for nothing else
+                fds.frombytes(data)
+            is_whole = not flags & socket.MSG_TRUNC and packet[_TOKEN_BYTES:] == _FILLING
+            is_of_node = is_whole and hmac.compare_digest(packet[:_TOKEN_BYTES], self.token)
+            if is_of_node and len(fds) == 1 and os.fstat(fds[0]).st_size == expected_bytes:
+                return fds[0]
+            for fd in fds:
+                os.close(fd)
+
+    def detach(self) -> int:
+        """The descriptor, which the caller owns from here on."""
+        return self._socket.detach()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _address(self, rank: int) -> bytes:
+        return f"\0{self.name}{rank}".encode()
 
 
 @dataclass
 class Node:
-    """The ranks of this machine, and one descriptor of each kind from every rank. Owns them until they are taken."""
+    """The ranks that share memory, and the memory. Owns both descriptors until they are taken."""
 
     ranks: tuple[int, ...]
     position: int
-    segments: list[int]
-    doorbells: list[int]
-    links: list[int]  # -1 at this rank's position
+    memory: int
+    socket: NodeSocket
 
-    def take_descriptors(self) -> tuple[list[int], list[int], list[int]]:
-        """Segments, doorbells and links. The caller owns them from here on."""
-        taken = self.segments, self.doorbells, self.links
-        self.segments, self.doorbells, self.links = [], [], []
-        return taken
+    def take_descriptors(self) -> tuple[int, int]:
+        """The memory and the socket. The caller owns them from here on."""
+        memory, self.memory = self.memory, -1
+        return memory, self.socket.detach()
 
     def close(self) -> None:
-        for fd in itertools.chain(*self.take_descriptors()):
-            if fd >= 0:
-                os.close(fd)
+        if self.memory >= 0:
+            os.close(self.memory)
+            self.memory = -1
+        self.socket.close()
 
 
-def discover_nodes(
-    rank: int, size: int, sockets: Sequence[socket.socket | None], *, enabled: bool, deadline: float
-) -> tuple[tuple[int, ...], Node | None]:
-    """The number of every rank's node; and this rank's own node, None where the rank is alone.
+def form_node(own: NodeSocket, candidates: Sequence[int], exchange: Exchange) -> tuple[tuple[int, ...], Node | None]:
+    """The lowest rank of each candidate's node; and this rank's own node, None where the rank is alone.
 
-    sockets: a connection of the mesh to each rank.
-    enabled: False on a rank means that no rank shares memory with it.
+    candidates: ascending, with this rank. Every one made its NodeSocket before any of them comes here.
     """
-    segment = os.memfd_create("netfold", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(segment, engine.SEGMENT_BYTES)
-    fcntl.fcntl(segment, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    given: dict[int, tuple[int, int, int]] = {rank: (segment, doorbell, -1)}
+    if len(candidates) == 1:
+        return tuple(candidates), None
+    rank, place = own.rank, {peer: place for place, peer in enumerate(candidates)}
+    unreached = sum(1 << place[peer] for peer in candidates if peer != rank and not own.reaches(peer))
+    found = exchange.all_gather(unreached.to_bytes((len(candidates) + 7) // 8, "little"))
+    nodes = _divide(candidates, [int.from_bytes(each, "little") for each in found])
+    members = next(node for node in nodes if rank in node)
+    bytes_ = engine.node_bytes(len(members))
+    memory: int | None = None
     try:
-        with _listener(enabled) as (listener, path):
-            _exchange(rank, size, sockets, listener, path, given, deadline)
-        nodes = _agree(rank, size, sockets, set(given), deadline)
-        members = tuple(peer for peer in range(size) if nodes[peer] == nodes[rank])
-    except BaseException:
-        members = ()
-        raise
+        if rank == members[0] and len(members) > 1:
+            memory = _make_memory(bytes_)
+            for peer in members[1:]:
+                own.send_memory(peer, memory)
+        exchange.all_gather(None)  # every node's memory has been sent
+        if rank != members[0]:
+            memory = own.receive_memory(bytes_)
+        has_memory = dict(zip(candidates, exchange.all_gather(memory is not None), strict=True))
+        leader = {peer: node[0] if has_memory[peer] else peer for node in nodes for peer in node}
+        leaders = tuple(leader[peer] for peer in candidates)
+        ranks = tuple(peer for peer in members if leader[peer] == leader[rank])
+        if memory is None or len(ranks) == 1:
+            return leaders, None
+        kept, memory = memory, None
+        return leaders, Node(ranks, ranks.index(rank), kept, own)
     finally:
-        for peer in list(given):
-            if peer not in members or len(members) == 1:
-                for fd in given.pop(peer):
-                    if fd >= 0:
-                        os.close(fd)
-    if len(members) == 1:
-        return nodes, None
-    segments, doorbells, links = zip(*(given[peer] for peer in members), strict=True)
-    return nodes, Node(members, members.index(rank), list(segments), list(doorbells), list(links))
+        if memory is not None:
+            os.close(memory)
 
 
-@contextlib.contextmanager
-def _listener(enabled: bool) -> Iterator[tuple[socket.socket | None, str]]:
-    if not enabled:
-        yield None, ""
-        return
-    folder = tempfile.mkdtemp(prefix="netfold-")  # for this user alone
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            with _address(folder) as address:
-                listener.bind(address)
-            listener.listen(engine.MAX_NODE_SIZE)
-            yield listener, folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _divide(candidates: Sequence[int], unreached: Sequence[int]) -> list[list[int]]:
+    """Divide the candidates into nodes whose members all reach each other. All ranks compute the same.
 
-
-@contextlib.contextmanager
-def _address(folder: str) -> Iterator[str]:
-    """The socket's path through the folder's descriptor, which always fits in the 108 bytes of a socket's name."""
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/socket"
-    finally:
-        os.close(fd)
-
-
-def _exchange(
-    rank: int,
-    size: int,
-    sockets: Sequence[socket.socket | None],
-    listener: socket.socket | None,
-    path: str,
-    given: dict[int, tuple[int, int, int]],
-    deadline: float,
-) -> None:
-    """Add the descriptors of every reachable rank to `given`. The higher rank of a pair connects."""
-    own = given[rank][:2]
-    tokens = {peer: secrets.token_bytes(_TOKEN_BYTES) for peer in range(size) if peer != rank}
-    for peer, stream in _others(sockets):
-        with _errors_named(rank, peer):
-            stream.settimeout(max(0.001, deadline - time.monotonic()))
-            control_messages.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
-    received = {}
-    for peer, stream in _others(sockets):
-        with _errors_named(rank, peer):
-            received[peer] = control_messages.receive(stream)
-    for peer, stream in _others(sockets[:rank]):
-        with _errors_named(rank, peer):
-            link = _connect(received[peer]["path"]) if listener is not None else None
-            stream.sendall(_APART if link is None else _SHARED)
-            if link is None:
-                continue
-            with link:
-                link.settimeout(max(0.001, deadline - time.monotonic()))
-                _send_descriptors(link, rank, received[peer]["token"], own)
-                found = _receive_descriptors(link, tokens)
-                if found is None or found[0] != peer:
-                    raise RendezvousError(
-                        f"rank {rank}: the process at rank {peer}'s socket is not rank {peer}", rank=peer
-                    )
-                given[peer] = (*found[1], link.detach())
-    expected = set()
-    for peer, stream in _others(sockets):
-        if peer > rank:
-            with _errors_named(rank, peer):
-                if receive_exactly(stream, 1) == _SHARED:
-                    expected.add(peer)
-    while expected:
-        assert listener is not None
-        with _errors_named(rank, min(expected)):
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            link, _ = listener.accept()
-        with link:
-            link.settimeout(_GREETING_S)
-            try:
-                found = _receive_descriptors(link, tokens)
-            except OSError:
-                found = None
-            if found is None:
-                continue  # an unauthenticated peer
-            peer, fds = found
-            if peer not in expected:
-                for fd in fds:
-                    os.close(fd)
-                continue
-            with _errors_named(rank, peer):
-                _send_descriptors(link, rank, received[peer]["token"], own)
-            given[peer] = (*fds, link.detach())
-            expected.remove(peer)
-
-
-def _others(sockets: Sequence[socket.socket | None]) -> Iterator[tuple[int, socket.socket]]:
-    return ((peer, stream) for peer, stream in enumerate(sockets) if stream is not None)
-
-
-@contextlib.contextmanager
-def _errors_named(rank: int, peer: int) -> Iterator[None]:
-    """Raise errors of the connection to `peer` as a RendezvousError."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        what = "did not answer in time" if isinstance(error, TimeoutError) else f"left ({error})"
-        raise RendezvousError(
-            f"rank {rank}: rank {peer} {what} while the ranks found out which of them share memory; see its own output",
-            rank=peer,
-        ) from error
-
-
-def _connect(folder: str) -> socket.socket | None:
-    """Connect to a rank's socket. None where that rank is on another machine, or has another view of the files."""
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with _address(folder) as address:
-            stream.connect(address)
-        return stream
-    except OSError:
-        stream.close()
-        return None
-
-
-def _send_descriptors(stream: socket.socket, rank: int, token: bytes, fds: tuple[int, int]) -> None:
-    socket.send_fds(stream, [_PACKET.pack(rank, token)], list(fds))
-
-
-def _receive_descriptors(stream: socket.socket, tokens: dict[int, bytes]) -> tuple[int, tuple[int, int]] | None:
-    """Receive a rank, and its segment and doorbell; None for a sender without that rank's token."""
-    packet, fds, _, _ = socket.recv_fds(stream, _PACKET.size, 2, socket.MSG_CMSG_CLOEXEC)
-    if len(packet) == _PACKET.size and len(fds) == 2:
-        rank, token = _PACKET.unpack(packet)
-        if hmac.compare_digest(token, tokens.get(rank, b"")) and os.fstat(fds[0]).st_size == engine.SEGMENT_BYTES:
-            return rank, (fds[0], fds[1])
-    for fd in fds:
-        os.close(fd)
-    return None
-
-
-def _agree(
-    rank: int, size: int, sockets: Sequence[socket.socket | None], reached: set[int], deadline: float
-) -> tuple[int, ...]:
-    """The node of every rank: sets whose members all reach each other. All ranks compute the same."""
-    reaches = {rank: reached}
-    for peer, stream in _others(sockets):
-        with _errors_named(rank, peer):
-            stream.settimeout(max(0.001, deadline - time.monotonic()))
-            control_messages.send(stream, {"type": "reached", "ranks": sorted(reached)})
-    for peer, stream in _others(sockets):
-        with _errors_named(rank, peer):
-            reaches[peer] = set(control_messages.receive(stream)["ranks"])
-    members: list[list[int]] = []
-    nodes = []
-    for peer in range(size):
-        for number, node in enumerate(members):
-            if len(node) < engine.MAX_NODE_SIZE and all(
-                each in reaches[peer] and peer in reaches[each] for each in node
+    unreached: by place among the candidates, the places that this one does not reach, as bits.
+    """
+    nodes: list[list[int]] = []
+    for place in range(len(candidates)):
+        for node in nodes:
+            if len(node) < engine.MAX_NODE_SIZE and not any(
+                unreached[place] >> each & 1 or unreached[each] >> place & 1 for each in node
             ):
-                node.append(peer)
-                nodes.append(number)
+                node.append(place)
                 break
         else:
-            nodes.append(len(members))
-            members.append([peer])
-    return tuple(nodes)
+            nodes.append([place])
+    return [[candidates[place] for place in node] for node in nodes]
+
+
+def _make_memory(bytes_: int) -> int:
+    memory = os.memfd_create("netfold", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, bytes_)
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _derive(secret: bytes, purpose: bytes) -> bytes:
+    return hmac.new(secret, b"netfold " + purpose, hashlib.sha256).digest()[:_TOKEN_BYTES]
+
+
+def _pass_only(receiver: socket.socket, token: bytes) -> None:
+    """Let the kernel drop messages that do not begin with the token (classic BPF, see socket(7) SO_ATTACH_FILTER)."""
+    load, jump_if_equal, result = 0x20, 0x15, 0x06
+    words = struct.unpack(f">{len(token) // 4}I", token)
+    program = b""
+    for number, word in enumerate(words):
+        to_drop = 2 * (len(words) - 1 - number) + 1
+        program += struct.pack("HBBI", load, 0, 0, 4 * number)
+        program += struct.pack("HBBI", jump_if_equal, 0, to_drop, word)
+    program += struct.pack("HBBI", result, 0, 0, 0xFFFFFFFF) + struct.pack("HBBI", result, 0, 0, 0)
+    memory = ctypes.create_string_buffer(program)
+    filter_ = struct.pack("HP", len(program) // 8, ctypes.addressof(memory))
+    receiver.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)

@@ -1,11 +1,11 @@
-"""The service of a group's ranks to each other beside operations: make broken connections again, report status.
+"""The service of a group's ranks to each other beside operations: make connections, report status.
 
 One thread per process sleeps until the engine has an event. Each event is handled on a thread of its own, through the
 other ranks' listeners:
 
-    broken   a connection broke. The rank that had connected connects again, and the other rank asks for that. Both ends
-             resume where the other stands. The connection is given up, with the reason, if there is no such group any
-             more, if nobody answers, or if no attempt succeeds in time.
+    broken   a connection is used that broke, or that was not made yet. The higher of the two ranks connects, and the
+             other one asks for that. Both ends resume where the other stands. The connection is given up, with the
+             reason, if there is no such group any more, if nobody answers, or if no attempt succeeds in time.
     overdue  an operation waits longer than usual. The awaited ranks, and others, are asked for their status. A rank
              that has failed, or made another call in this one's place, ends the wait at once. A long wait is logged.
 """
@@ -39,9 +39,18 @@ log = logging.getLogger("netfold")
 # A caller waits for these replies: one that takes longer counts as none.
 QUERY_TIMEOUT_S = 1.0
 _MAX_QUERIES = 16
+# A late rank asks others than those that it waits for, too, so many of them that all late ranks ask this many together.
+_QUERIES_OF_JOB = 64
 _LOG_FROM_S = 10.0
 _RETRY_S = 0.1
+_LEAST_PAUSE_S = 0.001
 _REQUEST_RECONNECT_S = 2.0
+# A first connection that both ranks of a pair use at about the same time needs no request.
+_REQUEST_CONNECT_AFTER_S = 0.01
+# The least time to make a first connection. `reconnect_s` may be shorter: it is for connections that break.
+_CONNECT_S = 30.0
+_NEVER = -1  # the number of reconnects of a connection that was not made yet
+_ANY = -2
 _IDLE_NS = 60_000_000_000
 _END_S = 2.0
 _FAILURES: tuple[str, ...] = engine.FAILURES
@@ -110,25 +119,26 @@ class GroupMonitor:
             }, None
         lane, rail = request["lane"], request["rail"]
         is_requested = request["type"] == "request_reconnect"
-        broken = self.native.disconnect(lane, peer, rail, request["reconnects"] if is_requested else -1)
+        broken = self.native.disconnect(lane, peer, rail, request["reconnects"] if is_requested else _ANY)
         failure = self.failure
         if is_requested and failure is None:
             manager.start_task(partial(self.reconnect, lane, peer, rail))
             return {"type": "will_reconnect"}, None
-        if is_requested or broken is None:
+        if is_requested or broken is None or failure is not None:
             return {"type": "ended", "failure": failure, "expired": self.native.expired}, None
 
         def resume(stream: Any) -> None:
             # The listener closes its own end of the descriptor.
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
-            if self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets):
-                self._log_reconnected(lane, peer, rail, stream)
+            is_up = self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets)
+            if is_up:
+                self._log_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
 
         return {"type": "reconnect", "received": broken[0]}, resume
 
     def reconnect(self, lane: int, peer: int, rail: int) -> None:
-        """Make a broken connection again, or give it up."""
+        """Make a connection, or make a broken one again; or give it up."""
         broken = self.native.broken(lane, peer, rail)
         if broken is None:
             return
@@ -148,29 +158,37 @@ class GroupMonitor:
 
     def _reconnect(self, lane: int, peer: int, rail: int, received: int, reconnects: int) -> None:
         began = time.monotonic()
-        log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
+        is_first = reconnects == _NEVER
+        limit_s = max(self.reconnect_s, _CONNECT_S) if is_first else self.reconnect_s
         about = {"lane": lane, "rail": rail}
         why = ""
-        while time.monotonic() < began + self.reconnect_s and not self.ended.is_set():
-            left_s = began + self.reconnect_s - time.monotonic()
+        if not is_first:
+            log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
+        elif self.rank < peer and self._waits_for_socket(
+            lane, peer, rail, (received, reconnects), began + _REQUEST_CONNECT_AFTER_S
+        ):
+            return
+        while time.monotonic() < began + limit_s and not self.ended.is_set():
+            left_s = began + limit_s - time.monotonic()
             try:
                 if self.rank < peer:
                     # The peer had connected, and may not have noticed the break.
                     request = {"type": "request_reconnect", **about, "reconnects": reconnects}
-                    stream, reply = self.call(peer, rail, request, min(left_s, _REQUEST_RECONNECT_S))
+                    stream, reply = self.call(
+                        peer, rail, request, left_s if is_first else min(left_s, _REQUEST_RECONNECT_S)
+                    )
                     stream.close()
                     if reply["type"] == "will_reconnect":
                         # The peer may end meanwhile, so it is asked again after _REQUEST_RECONNECT_S.
-                        until = min(time.monotonic() + _REQUEST_RECONNECT_S, began + self.reconnect_s)
-                        while time.monotonic() < until and not self.ended.wait(_RETRY_S):
-                            if self.native.broken(lane, peer, rail) != (received, reconnects):
-                                return
+                        until = min(time.monotonic() + _REQUEST_RECONNECT_S, began + limit_s)
+                        if self._waits_for_socket(lane, peer, rail, (received, reconnects), until):
+                            return
                         why = "it did not connect again"
                         continue
                 else:
                     stream, reply = self.call(peer, rail, {"type": "reconnect", **about, "received": received}, left_s)
                     if reply["type"] == "reconnect":
-                        self._log_reconnected(lane, peer, rail, stream)
+                        self._log_connected(lane, peer, rail, stream, is_first=is_first)
                         secrets = mesh_secrets(stream)
                         fd = stream.detach()
                         self.native.reconnect(lane, peer, rail, reconnects, fd, reply["received"], secrets)
@@ -187,7 +205,17 @@ class GroupMonitor:
                 why = f"no new connection came about ({error})"
                 self.ended.wait(_RETRY_S)
         waited_s = time.monotonic() - began
-        self.native.give_up(lane, peer, rail, reconnects, f"after {waited_s:.1f} s of trying to make it again: {why}")
+        tried = "to connect" if is_first else "to make it again"
+        self.native.give_up(lane, peer, rail, reconnects, f"after {waited_s:.1f} s of trying {tried}: {why}")
+
+    def _waits_for_socket(self, lane: int, peer: int, rail: int, broken: tuple[int, int], until: float) -> bool:
+        """Wait until another thread has given the connection a socket, or the time has come. False: it has none."""
+        pause_s = _LEAST_PAUSE_S
+        while time.monotonic() < until and not self.ended.wait(pause_s):
+            if self.native.broken(lane, peer, rail) != broken:
+                return True
+            pause_s = min(2 * pause_s, _RETRY_S)
+        return False
 
     def _fail_as(self, peer: int, reply: Message) -> None:
         """Fail with the reason of a rank that has failed: the whole group ends with it."""
@@ -196,13 +224,21 @@ class GroupMonitor:
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
-    def _log_reconnected(self, lane: int, peer: int, rail: int, stream: Any) -> None:
+    def _log_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
+        level = logging.DEBUG if is_first else logging.WARNING
+        if not log.isEnabledFor(level):
+            return
         own, other = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
+        what = "connected with rank %d" if is_first else "the connection to rank %d was made again"
         where = f"lane {lane}, rail {rail}, {own} to {other}"
-        log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
+        failed = "".join(f"; not used: {each}" for each in list(self.peer_addresses.failed)) if is_first else ""
+        log.log(level, f"rank %d: {what} (%s)%s", self.rank, peer, where, failed)
 
     def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, Message]:
-        """The status of up to _MAX_QUERIES ranks, or why a rank does not reply. Takes a good second at most."""
+        """The status of some ranks, or why a rank does not reply. Takes a good second at most.
+
+        Of more than 16 ranks, the first 16.
+        """
         pool = ThreadPoolExecutor(_MAX_QUERIES, "netfold status query")
         try:
             queries = {rank: pool.submit(self._query, rank, sequence) for rank in list(ranks)[:_MAX_QUERIES]}
@@ -236,8 +272,13 @@ class GroupMonitor:
         """
         others = [rank for rank in range(self.registered_group.size) if rank != self.rank and rank not in ranks]
         random.shuffle(others)
-        replies = self.query_status([*ranks, *others], sequence)
+        others = others[: max(1, _QUERIES_OF_JOB // self.registered_group.size)]
+        replies = self.query_status([*ranks[: _MAX_QUERIES - len(others)], *others], sequence)
         own_call = self.native.recent_call(sequence)
+        for rank in ranks:
+            # Its connection may not have been made yet: the attempt then ends the wait.
+            if replies.get(rank, {}).get("type") == "gone":
+                manager.start_task(partial(self.reconnect, 0, rank, 0))
         for rank, reply in replies.items():
             call = reply.get("recent_call")
             if call is not None and own_call is not None and call != own_call:

@@ -105,8 +105,7 @@ class Group:
             self.shares_buckets = startup.is_shared(connections.memory) and options.share_buckets != "off"
             self.fabric = connections.fabric.description  # what replaces TCP, and why; empty for TCP
             self.table, self.links, self.topology, *_ = connections.choice
-            # In words, which ranks are reached over which interface.
-            self.interfaces = startup.describe_interfaces(connections.mesh)
+            self._peer_addresses = connections.mesh.peer_addresses
             self._copies = connections.memory.copies
             self._port = connections.fabric.port
             self._switch = job.switch
@@ -194,8 +193,11 @@ class Group:
         is_first = self.rank == 0 and (not self.job_ranks or self.job_ranks[0] == 0) and next(_announced) == 0
         security = agreement.job.security
         secured = [] if security == SECURITIES[0] else [f"streams between ranks: NETFOLD_SECURITY={security}"]
+        level = logging.INFO if is_first else logging.DEBUG
+        if not log.isEnabledFor(level):
+            return
         log.log(
-            logging.INFO if is_first else logging.DEBUG,
+            level,
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
             self.rank,
             self.size,
@@ -214,6 +216,11 @@ class Group:
     def lost_switches(self) -> str:
         """Say which switches are lost and what runs instead; empty where none is."""
         return "; ".join(recovery.state for recovery in self.recoveries if recovery.state)
+
+    @functools.cached_property
+    def interfaces(self) -> tuple[str, ...]:
+        """In words, which ranks are reached over which interface. Cost: a system call for each rank."""
+        return startup.describe_interfaces(self._peer_addresses)
 
     @property
     def shares(self) -> Any:

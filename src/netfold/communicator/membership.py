@@ -17,17 +17,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from netfold._native.transport import DataPort
-from netfold.communicator.switch_tree import agree_on_tree, path_message
+from netfold.bootstrap.tree import StartTree
+from netfold.communicator.switch_tree import path_message, tree_of
 from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
-from netfold.errors import RendezvousError, SwitchError
-from netfold.switch_protocol import control_messages, packet_keys
+from netfold.errors import SwitchError
+from netfold.switch_protocol import packet_keys
 from netfold.switch_protocol.control_client import GRACE_S, ControlClient, SwitchAccess, UnreachableError, connected
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 from netfold.switch_protocol.data_path import PathError, open_path
@@ -295,61 +295,36 @@ class Membership:
                 return
 
 
-def join_for_host(
-    access: SwitchAccess, *, job: str, streams: Sequence[socket.socket | None], host: Sequence[int], deadline: float
-) -> Membership | None:
-    """Join on a rank that is a worker; None on the others, once the worker of their host has joined.
+def join_for_host(access: SwitchAccess, *, job: str, tree: StartTree, deadline: float) -> Membership | None:
+    """Join on a rank that is a worker; None on the others, once all workers have joined. Every rank calls this.
 
-    If the rank's own switch cannot be reached, and was joined before, the next switch above it is joined instead. May
-    be called again, for a new job, once all have left the old one.
+    If the rank's own switch cannot be reached, and was joined before, the next switch above it is joined instead.
 
     job: the digest that identifies the job to the switch.
-    streams: a connection to each rank, None to itself.
-    host: the ranks of this host.
-    Raises SwitchError on every rank of a host whose worker was refused, with the same reason.
+    Raises SwitchError on every rank where a worker was refused, with the same reason.
     """
     rank, workers = access.rank, access.workers
-    others = {peer: stream for peer in host if (stream := streams[peer]) is not None}
-    if rank not in workers:
-        (worker,) = (peer for peer in others if peer in workers)
-        _await_worker(others[worker], worker, rank, deadline)
-        return None
-    waiting = [stream for peer, stream in others.items() if peer not in workers]
-    among = {peer: stream for peer in workers if (stream := streams[peer]) is not None}
-    refused: str | None = f"rank {rank} failed while it joined the switch; see its own output"
+    own = path_message(access, _left(deadline)) if rank in workers else None
+    messages = tree.all_gather(own, "its workers said which switches they are below", grace_s=2 * GRACE_S)
     try:
-        membership = _join_tree(access, job, among, deadline)
-        refused = None
-        return membership
+        paths = tree_of(dict(enumerate(messages)), workers, rank)
     except SwitchError as error:
-        refused = str(error)
-        raise
-    finally:
-        for stream in waiting:
-            with contextlib.suppress(OSError):  # the first operation notices a rank that is gone
-                stream.settimeout(GRACE_S)
-                control_messages.send(stream, {"type": "joined", "refused": refused})
-
-
-def _join_tree(access: SwitchAccess, job: str, streams: Mapping[int, socket.socket], deadline: float) -> Membership:
-    own = path_message(access, _left(deadline))
-    paths = agree_on_tree(own, access.rank, access.workers, streams, deadline)
-    return Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=own["endpoints"][0])
+        own_prefix = f"rank {rank}: "
+        raise SwitchError(own_prefix + str(error).removeprefix(own_prefix)) from None
+    membership, refusal = None, ""
+    if own is not None:
+        try:
+            endpoint = own["endpoints"][0]
+            membership = Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=endpoint)
+        except SwitchError as error:
+            refusal = str(error)
+    refusals = tree.all_gather(refusal, "its workers joined the switch", grace_s=2 * GRACE_S)
+    if any(refusals):
+        if membership is not None:
+            membership.leave("another worker of its group was refused")
+        raise SwitchError(refusal or f"rank {rank}: {next(filter(None, refusals))}")
+    return membership
 
 
 def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
-
-
-def _await_worker(stream: socket.socket, worker: int, rank: int, deadline: float) -> None:
-    stream.settimeout(_left(deadline) + 2 * GRACE_S)
-    try:
-        refused = control_messages.receive(stream).get("refused")
-    except (EOFError, OSError, ProtocolError) as error:
-        raise RendezvousError(
-            f"rank {rank}: rank {worker}, which joins the switch for this host, did not report that it has joined "
-            f"({error}); see its own output",
-            rank=worker,
-        ) from None
-    if refused is not None:
-        raise SwitchError(f"rank {rank}: {refused}")

@@ -381,7 +381,7 @@ class Recovery:
         if len(replies) < len(self._workers):
             return None  # the group has ended
         try:
-            return tree_of(replies, self._workers)
+            return tree_of(replies, self._workers, self._monitor.rank)
         except SwitchError as error:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)
             return None

@@ -1,4 +1,5 @@
-"""The start-up of a group: from a store to connections, shared memory, a choice table, switches and a native group.
+"""The start-up of a group: from a store to a tree of connections, shared memory, a choice table, switches and a native
+group.
 
 Every rank runs the same steps in the same order. A step is a function that returns what it set up, and that registers
 in an ExitStack how to undo this. A failure in a later step, and the end of the group, run that stack.
@@ -9,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
 from netfold.bootstrap.open_files import allow_open_files
-from netfold.bootstrap.rendezvous import Job, PeerAddresses, Sockets
+from netfold.bootstrap.probe import TableChoice
+from netfold.bootstrap.rendezvous import Job, PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
-from netfold.bootstrap.shm_discovery import Node, discover_nodes
+from netfold.bootstrap.shm_discovery import Node, NodeSocket, form_node
 from netfold.bootstrap.store import Store
+from netfold.bootstrap.tree import StartTree
 from netfold.communicator.membership import Membership, join_for_host
 from netfold.options import SECURITIES, Options
 from netfold.switch_protocol.control_client import SwitchAccess
@@ -48,12 +51,12 @@ class Agreement(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Authenticated connections to all other ranks."""
+    """The way to all other ranks."""
 
-    sockets: Sockets  # by lane, rank and rail
-    streams: list[socket.socket | None]  # by rank, the first socket: start-up's own messages go over these
+    tree: StartTree  # over the first connections
     peer_addresses: PeerAddresses
-    hosts: frozenset[str]  # addresses at both ends of all connections
+    by_host: list[list[int]]
+    hosts: frozenset[str]  # the addresses of all ranks
 
 
 class Fabric(NamedTuple):
@@ -130,29 +133,46 @@ def connect_group(
     # Without effect where the group has been deregistered with another reason.
     failure = engine.FAILURES.index("system"), -1, "it could not join"
     undo.callback(agreement.listener.deregister, registered_group, failure)
-    mesh = _connect_mesh(agreement, registered_group, options, deadline, undo)
-    over = _open_fabric(agreement, registered_group, mesh, options, deadline)
-    memory = _share_memory(mesh, rank, size, options, deadline, undo)
-    choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
-    workers = choice.table.workers(choice.topology)
-    if len(workers) > protocol.MAX_WORKERS:
-        raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
-    accesses = [
-        SwitchAccess(
-            endpoint=endpoint,
-            token_file=options.token_file,
-            rank=rank,
-            workers=tuple(workers),
-            name=options.job_name or "",
-            window_bytes=agreement.job.window_bytes,
-            fabric=options.fabric,
-            security=agreement.job.security,
-        )
-        for endpoint in (agreement.switches if workers else ())
-    ]
-    memberships = _join_switches(accesses, agreement.job, mesh, memory.nodes, deadline, undo)
+    undo.callback(registered_group.close_connections)
+    # Before this rank's address is published: whoever reads that may reach the socket at once.
+    node_socket = NodeSocket(rank, agreement.job.secret) if options.shares_memory else None
+    if node_socket is not None:
+        undo.callback(node_socket.close)
+    host = "" if node_socket is None else node_socket.host
+    mesh = _connect_mesh(agreement, registered_group, options, host, deadline)
+    with _failure_told(mesh.tree):
+        over = _open_fabric(agreement, registered_group, mesh, options, deadline)
+        memory = _share_memory(mesh, node_socket, options, rank, undo)
+        choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
+        workers = choice.table.workers(choice.topology)
+        if len(workers) > protocol.MAX_WORKERS:
+            raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
+        accesses = [
+            SwitchAccess(
+                endpoint=endpoint,
+                token_file=options.token_file,
+                rank=rank,
+                workers=tuple(workers),
+                name=options.job_name or "",
+                window_bytes=agreement.job.window_bytes,
+                fabric=options.fabric,
+                security=agreement.job.security,
+            )
+            for endpoint in (agreement.switches if workers else ())
+        ]
+        memberships = _join_switches(accesses, agreement.job, mesh.tree, deadline, undo)
     setup = (agreement, registered_group, mesh, over, memory, choice, tuple(workers), accesses, memberships)
     return Connections(rank, size, options, *setup)
+
+
+@contextmanager
+def _failure_told(tree: StartTree) -> Iterator[None]:
+    """Tell the other ranks why this one fails in the block, so that they give up with the same reason."""
+    try:
+        yield
+    except BaseException as error:
+        tree.fail(str(error) or type(error).__name__, getattr(error, "rank", None))
+        raise
 
 
 def _agree(store: Store, rank: int, size: int, options: Options, store_host: str | None, deadline: float) -> Agreement:
@@ -165,26 +185,25 @@ def _agree(store: Store, rank: int, size: int, options: Options, store_host: str
         switches = switches_of(None if job.no_switch else options.switch)
         listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
     except BaseException as error:
-        rendezvous.publish_failure(store, rank, str(error) or type(error).__name__)
+        rendezvous.publish_failure(store, rank, size, str(error) or type(error).__name__)
         raise
     return Agreement(store, job, switches, interfaces, listener)
 
 
 def _connect_mesh(
-    agreement: Agreement, registered_group: RegisteredGroup, options: Options, deadline: float, undo: ExitStack
+    agreement: Agreement, registered_group: RegisteredGroup, options: Options, host: str, deadline: float
 ) -> Mesh:
-    sockets, peer_addresses = rendezvous.connect_mesh(
+    tree, peer_addresses, by_host = rendezvous.connect_tree(
         agreement.store,
         registered_group,
         agreement.listener,
         agreement.interfaces,
         deadline,
         fabric=options.fabric,
+        host=host,
     )
-    undo.callback(rendezvous.close_all, sockets)
-    streams = rendezvous.first_rail(sockets[0])
-    ends = [end for stream in streams if stream is not None for end in (stream.getsockname(), stream.getpeername())]
-    return Mesh(sockets, streams, peer_addresses, frozenset(host for host, *_ in ends))
+    hosts = {host for endpoints in peer_addresses.endpoints for host, _ in endpoints}
+    return Mesh(tree, peer_addresses, by_host, frozenset(hosts.union(agreement.interfaces.hosts)))
 
 
 def _open_fabric(
@@ -193,22 +212,45 @@ def _open_fabric(
     """Connect the streams of NETFOLD_TRANSPORT's fabric."""
     if options.fabric is None:
         return Fabric()
+    rendezvous.connect_others(registered_group, mesh.peer_addresses, deadline)
+    sockets = [registered_group.accepted.get((peer, 0, 0)) for peer in range(registered_group.size)]
     rank, lanes = registered_group.rank, registered_group.lanes
     hosts = agreement.interfaces.hosts[: agreement.interfaces.rails]
     names = ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
     settings = {name: getattr(options, name) for name in names}
-    streams = fabric.connect(options.fabric, hosts, rank, lanes, mesh.streams, deadline, settings=settings)
+    streams = fabric.connect(options.fabric, hosts, rank, lanes, sockets, deadline, settings=settings)
     port = fabric.port_of(options.fabric, hosts)
     return Fabric(streams, port, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
 
 
-def _share_memory(mesh: Mesh, rank: int, size: int, options: Options, deadline: float, undo: ExitStack) -> SharedMemory:
-    nodes, node = discover_nodes(rank, size, mesh.streams, enabled=options.shares_memory, deadline=deadline)
-    if node is None:
-        return SharedMemory(nodes, None)
-    undo.callback(node.close)
-    reader, copies = peer_memory.negotiate(node, enabled=options.single_copy != "off", deadline=deadline)
-    return SharedMemory(nodes, node, reader, copies)
+class HostExchange:
+    """The exchange of shm_discovery.py among the ranks of this host."""
+
+    def __init__(self, tree: StartTree) -> None:
+        self._tree = tree
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._tree.all_gather_on_host(value, "the ranks found out which of them share memory")
+
+
+def _share_memory(
+    mesh: Mesh, node_socket: NodeSocket | None, options: Options, rank: int, undo: ExitStack
+) -> SharedMemory:
+    leader, node, reader, copies = rank, None, None, ""
+    if node_socket is not None:
+        candidates = next(ranks for ranks in mesh.by_host if rank in ranks)
+        exchange = HostExchange(mesh.tree)
+        leaders, node = form_node(node_socket, candidates, exchange)
+        leader = leaders[candidates.index(rank)]
+        if node is None:
+            node_socket.close()
+        else:
+            undo.callback(node.close)
+        single_copy = options.single_copy != "off"
+        reader, copies = peer_memory.negotiate(node, rank, candidates, exchange, enabled=single_copy)
+    found = mesh.tree.all_gather(leader, "the ranks found out which of them share memory")
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(found))}
+    return SharedMemory(tuple(numbers[each] for each in found), node, reader, copies)
 
 
 def _choose(
@@ -240,36 +282,35 @@ def _choose(
         return build(links, measuring=measures and not links.switches)
 
     if not job.probe or size == 1 or is_shared(memory):
-        return ChosenTable(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
-    probed: Sequence[Any] = mesh.streams
+        # Built once, since that takes each rank longer than to read it.
+        what = "rank 0 told the ranks their algorithms"
+        told = mesh.tree.broadcast(lambda: TableChoice(build(DEFAULT_LINKS), DEFAULT_LINKS).to_json(), what)
+        return ChosenTable(*TableChoice.from_json(told), topology, build, measures)
+
+    def stream_to(peer: int) -> probe.ByteStream:
+        return mesh.tree.streams[peer] if options.fabric is None else fabric.FabricByteStream(over.streams[0][peer])
+
     hosts = mesh.hosts
     if options.fabric is not None:
-        probed = [None if stream is None else fabric.FabricByteStream(stream) for stream in over.streams[0]]
         hosts = frozenset(f"{options.fabric} {host}" for host in hosts)
     known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
     rails = agreement.interfaces.rails
-    found = probe.agree(probed, rank, topology, build_first, deadline, hosts=hosts, rails=rails, switches=known)
+    found = probe.agree(mesh.tree, stream_to, topology, build_first, deadline, hosts=hosts, rails=rails, switches=known)
     return ChosenTable(*found, topology, build, measures)
 
 
 def _join_switches(
     accesses: Sequence[SwitchAccess],
     job: Job,
-    mesh: Mesh,
-    nodes: Sequence[int],
+    tree: StartTree,
     deadline: float,
     undo: ExitStack,
 ) -> list[Membership]:
     memberships = []
     for number, access in enumerate(accesses):
-        membership = join_for_host(
-            access,
-            # A digest tells the switch which ranks belong together, and hides the secret.
-            job=hashlib.sha256(switch_secret(number, job)).hexdigest()[:32],
-            streams=mesh.streams,
-            host=[peer for peer, node in enumerate(nodes) if node == nodes[access.rank]],
-            deadline=deadline,
-        )
+        # A digest tells the switch which ranks belong together, and hides the secret.
+        digest = hashlib.sha256(switch_secret(number, job)).hexdigest()[:32]
+        membership = join_for_host(access, job=digest, tree=tree, deadline=deadline)
         if membership is not None:
             undo.callback(membership.leave, "it could not join all of its switches")
             memberships.append(membership)
@@ -278,12 +319,19 @@ def _join_switches(
 
 def start_native(connections: Connections, group_id: int, undo: ExitStack) -> Any:
     """Give sockets and shared memory to a new native group."""
-    job, options, memory, sockets = connections.job, connections.options, connections.memory, connections.mesh.sockets
-    node, nodes = memory.node, memory.nodes
+    job, options, memory = connections.job, connections.options, connections.memory
+    node, nodes, group = memory.node, memory.nodes, connections.registered_group
     spinners = 1 if node is None else len(node.ranks)
     crowded = spinners > len(os.sched_getaffinity(0))
     spin_us = (_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us
-    secrets = [[[mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
+    sockets = [
+        [
+            [group.accepted.get((peer, lane, rail)) for rail in range(group.rails)] if peer != group.rank else []
+            for peer in range(group.size)
+        ]
+        for lane in range(group.lanes)
+    ]
+    secrets = [[[stream and mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
     fds, lane_fds, *fallback_fds = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
     native = engine.add_group(
         rank=connections.rank,
@@ -301,11 +349,13 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
         table_hash=connections.choice.table.hash16,
         nodes=list(nodes),
         fabric=list(connections.fabric.streams),
+        security=job.security,
         secrets=[] if job.security == SECURITIES[0] else secrets,
     )
     undo.callback(engine.remove_group, native)
     if node is not None:
-        native.share(node.position, list(node.ranks), *node.take_descriptors(), memory.peer_memory)
+        name, token = node.socket.name, node.socket.token
+        native.share(node.position, list(node.ranks), *node.take_descriptors(), name, token, memory.peer_memory)
     return native
 
 
@@ -332,17 +382,19 @@ def native_rows(table: ChoiceTable) -> list[tuple[int, int, int, int, int]]:
     ]
 
 
-def describe_interfaces(mesh: Mesh) -> tuple[str, ...]:
-    """Say in words which ranks are reached over which interface. Before `start_native`."""
+def describe_interfaces(addresses: PeerAddresses) -> tuple[str, ...]:
+    """Say in words which ranks are reached over which interface."""
     peers: dict[str, list[int]] = {}
-    for peer, row in enumerate(mesh.sockets[0]):
-        for stream in row:
-            peers.setdefault(stream.getsockname()[0], []).append(peer)
+    for peer, endpoints in enumerate(addresses.endpoints):
+        for host in addresses.sources(peer) if endpoints else ():
+            peers.setdefault(host, []).append(peer)
     return tuple(
         f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
     )
 
 
-def _detached(stream: socket.socket) -> int:
+def _detached(stream: socket.socket | None) -> int:
+    if stream is None:
+        return -1
     stream.settimeout(None)
     return stream.detach()

@@ -1,28 +1,23 @@
 """The switches above each worker, and the tree that a job makes of them.
 
-Every worker asks its switch for the path to the root. The first worker gathers all paths, cuts them at the lowest
-switch that all of them contain, and sends the tree to all workers. A process remembers which switches are above
+Every worker asks its switch for the path to the root. All ranks gather all paths and cut them at the lowest switch that
+all of them contain. A process remembers which switches are above
 another: when a switch cannot be reached any more, its workers join the next one above it instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from netfold.errors import SwitchError
-from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_client import SwitchAccess, UnreachableError, connected
-from netfold.switch_protocol.control_messages import Message, ProtocolError
+from netfold.switch_protocol.control_messages import Message
 
 log = logging.getLogger("netfold")
 
-# Added to a deadline, for a message that is under way when the deadline comes.
-_GRACE_S = 2.0
 # To connect to a switch, where there is another to try.
 _CONNECT_S = 5.0
 
@@ -106,63 +101,14 @@ def path_message(access: SwitchAccess, timeout_s: float) -> Message:
         return {"type": "path_to_root", "refused": str(error)}
 
 
-def tree_of(messages: Mapping[int, Message], workers: Sequence[int]) -> list[list[int]]:
-    """`common_tree` of all workers' path messages, by rank. SwitchError also where one has `refused`."""
-    for worker in workers:
+def tree_of(messages: Mapping[int, Message], workers: Sequence[int], rank: int) -> list[list[int]]:
+    """`common_tree` of all workers' path messages, by rank. SwitchError also where one has `refused`.
+
+    rank: this one.
+    """
+    # A rank's own error first.
+    for worker in sorted(workers, key=lambda worker: worker != rank):
         if "refused" in messages[worker]:
             raise SwitchError(str(messages[worker]["refused"]))
     paths = [PathToRoot(*(messages[worker][name] for name in PathToRoot._fields)) for worker in workers]
     return common_tree(paths, workers)
-
-
-def agree_on_tree(
-    own: Message, rank: int, workers: Sequence[int], streams: Mapping[int, socket.socket], deadline: float
-) -> list[list[int]]:
-    """The tree of all `workers`, the same on each of them.
-
-    own: this worker's `path_message`.
-    streams: connections to the other workers.
-    Raises SwitchError on all workers where one failed; on that one, its own error.
-    """
-    first = workers[0]
-    within_s = max(0.0, deadline - time.monotonic())
-    if rank == first:
-        # All paths, and to all workers the tree or the first error.
-        messages = {peer: _receive(streams[peer], peer, deadline, within_s) for peer in workers[1:]}
-        reply = _reply({rank: own, **messages}, rank, workers)
-        for peer in workers[1:]:
-            with contextlib.suppress(OSError):  # the join of the other workers fails: this one is gone
-                control_messages.send(streams[peer], reply)
-        if "refused" in reply:
-            raise SwitchError(reply["refused"])
-    else:
-        with contextlib.suppress(OSError):  # the receive below notices that the first worker is gone
-            control_messages.send(streams[first], own)
-        if "refused" in own:
-            raise SwitchError(own["refused"])
-        reply = _receive(streams[first], first, deadline + _GRACE_S, within_s)
-        if "refused" in reply:
-            raise SwitchError(f"rank {rank}: {reply['refused']}")
-    tree: list[list[int]] = reply["paths"]
-    return tree
-
-
-def _reply(messages: Mapping[int, Message], rank: int, workers: Sequence[int]) -> Message:
-    if "refused" in messages[rank]:
-        return {"type": "tree", "refused": messages[rank]["refused"]}
-    try:
-        return {"type": "tree", "paths": tree_of(messages, workers)}
-    except SwitchError as error:
-        return {"type": "tree", "refused": f"rank {rank}: {error}"}
-
-
-def _receive(stream: socket.socket, peer: int, deadline: float, within_s: float) -> Message:
-    """The peer's message; with `refused` where none comes."""
-    stream.settimeout(max(0.01, deadline - time.monotonic()))
-    try:
-        return control_messages.receive(stream)
-    except TimeoutError:
-        why = f"rank {peer} did not join within {within_s:.0f} s: it has not said what is above it"
-    except (EOFError, OSError, ProtocolError) as error:
-        why = f"rank {peer} did not say which switches it is below ({error}); see its own output"
-    return {"type": "path_to_root", "refused": why}

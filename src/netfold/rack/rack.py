@@ -84,7 +84,7 @@ class Rack:
     def popen(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
         """Start `argv` on a host with a worker's environment, which `environment` overrides.
 
-        It has its own temporary folder, so it shares memory only with processes that it starts.
+        It has its own temporary folder. It shares memory only with processes of its host, a network namespace.
         """
         switch = self.leaf_addresses[self.layout.rack_of(host)] if self.leaf_addresses else self.switch_address
         worker = names.worker_environment(host, self.hosts, switch)

@@ -28,7 +28,7 @@ class ShmCollective : public Algorithm {
 
  protected:
   using Node = transport::ShmNode;
-  using Stream = Node::Stream Node::Segment::*;
+  using Stream = Node::Stream;
   // Borrows all three for its lifetime. Positions in the node index the call's buffers and name its root.
   ShmCollective(const Call& call, transport::Mesh& mesh, Node& node);
 
@@ -125,6 +125,10 @@ class ShmCollective : public Algorithm {
   };
   // The time between two checks whether awaited ranks are still there.
   static constexpr std::int64_t kCheckNs = 1'000'000;
+  // The end of an awaited rank shows by its connection. Most waits are too short to need one. After kConnectNs a rank
+  // looks at the rank behind it, then at the next two, four, and so on: one rank that sees the end tells all others in
+  // memory, so they need no connections of their own.
+  static constexpr std::int64_t kConnectNs = 100'000'000;
 
   Reference reference(int position, std::size_t number) const;
   bool post();
@@ -142,6 +146,9 @@ class ShmCollective : public Algorithm {
   std::vector<bool> read_;
   std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
   std::int64_t next_check_ns_ = 0;
+  std::int64_t connect_ns_ = -1;
+  bool awaits_unwatched_ = false;
+  int watched_ = 0;  // how many of the ranks behind this one are looked at
   bool check_due_ = false;
 };
 

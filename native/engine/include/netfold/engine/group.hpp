@@ -118,11 +118,11 @@ class Group {
   // 2 on the fallback meshes. `reconnects`: how often the caller knows the connection to have been reconnected.
   struct Broken {
     std::uint64_t received = 0;  // bytes
-    int reconnects = 0;
+    int reconnects = 0;          // -1: it was never connected
   };
   // The state of a broken connection; nullopt: it is not broken.
   std::optional<Broken> broken(int lane, int peer, int rail);
-  // The same, after disconnecting a connection that is up and was reconnected at most `reconnects` times (-1: any).
+  // The same, after disconnecting a connection that is up and was reconnected at most `reconnects` times (-2: any).
   // Blocks up to ResumableSocket::kLastNs.
   std::optional<Broken> disconnect(int lane, int peer, int rail, int reconnects);
   // Continue over `socket`. False: that is impossible, or the connection was reconnected meanwhile, and the peer knows

@@ -23,6 +23,9 @@ class Mesh {
   // Whether there is a pipe to `peer`: none to this rank, and none to any rank after close().
   bool leads_to(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
 
+  // As Pipe's; false where there is no pipe.
+  bool was_connected(int peer) const { return leads_to(peer) && pipe(peer).was_connected(); }
+
   // Replaces the pipe to `peer` by `other` and returns the old pipe.
   std::unique_ptr<Pipe> exchange(int peer, std::unique_ptr<Pipe> other) {
     return std::exchange(pipes_[static_cast<std::size_t>(peer)], std::move(other));

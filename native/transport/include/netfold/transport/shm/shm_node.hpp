@@ -1,8 +1,9 @@
-// The memory that the ranks of one node share, and a doorbell to wake each rank.
+// The memory that the ranks of one node share, and the means to wake each rank.
 //
-// Every rank owns one segment and maps the segments of the others. Only the owner writes to a segment, so no location
-// has two writers and no lock is needed. The exception is the `asleep` flag, which a waking rank clears. A rank writes
-// values first, then the counter that publishes them.
+// The memory is one memfd, which the lowest rank of the node makes. Every rank owns one segment of it. Only the owner
+// writes to a segment, so no location has two writers and no lock is needed. The exception is the flag of a sleeping
+// rank, a bit beside those of other ranks: the rank sets it, and a waking rank clears it. A rank writes values first,
+// then the counter that publishes them.
 //
 //   post     a rank's announcement of one call, with the data where they are few; kPosts of them, used in turn
 //   stream   a ring of kSlots slots of kSlotBytes for long data; one stream for values that readers reduce, one for values
@@ -10,14 +11,15 @@
 //   tag      how far a rank has come in a stream: (call << 24) + rounds within the call, so that it only ever grows
 //   ring     bytes to one other rank, for messages between the two (ShmPipe). An unused ring costs addresses, no memory
 //
-// Segments are anonymous (memfd), so they take no space in /dev/shm and leave no file behind. They are sealed against
-// shrinking, so no process can take pages away from a reader. Deliberately absent: any interpretation of the bytes.
+// The memory is anonymous, so it takes no space in /dev/shm and leaves no file behind. It is sealed against shrinking,
+// so no process can take pages away from a reader. Deliberately absent: any interpretation of the bytes.
 #pragma once
 
 #include <netfold/transport/mapping.hpp>
 #include <netfold/transport/shm/peer_memory.hpp>
 #include <netfold/transport/shm/shm_fd_exchange.hpp>
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -30,7 +32,7 @@ namespace netfold::transport {
 class ShmNode {
  public:
   // A machine with more ranks is divided into several nodes.
-  static constexpr int kMaxSize = 64;
+  static constexpr int kMaxSize = 256;
   static constexpr std::size_t kAnnouncementBytes = 48;
   static constexpr std::size_t kPostBytes = 16 << 10;
   static constexpr std::uint64_t kPosts = 4;
@@ -45,57 +47,69 @@ class ShmNode {
     std::byte announcement[kAnnouncementBytes];
     std::byte data[kPostBytes];
   };
-  struct Stream {
-    alignas(64) std::atomic<std::uint64_t> published;        // tag
-    alignas(64) std::atomic<std::uint64_t> taken[kMaxSize];  // tags: how far the owner has read the others' streams
-    alignas(
-        64) std::atomic<std::uint64_t> asked[kMaxSize];  // calls: the owner needs slots, since it cannot read a buffer
-    alignas(4096) std::byte slots[kSlots][kSlotBytes];
-  };
+  enum class Stream : std::uint8_t { to_reduce, to_copy };
+  static constexpr std::size_t kStreams = 2;
   // Of the owner and one other rank. Both count all bytes ever, so they only grow.
   struct RingCursors {
     alignas(64) std::atomic<std::uint64_t> written;  // bytes into the owner's ring to the other
     alignas(64) std::atomic<std::uint64_t> read;     // bytes out of the other's ring to the owner
   };
+  // The part of a segment that is the same for any number of ranks. The parts with an entry for each rank follow.
   struct Segment {
-    alignas(64) std::atomic<std::uint32_t> asleep;
     alignas(64) std::atomic<std::uint32_t> left;  // Left
     std::int32_t fault_rank;
     std::uint32_t expired_call;  // the collective whose deadline passed; 0 for none
     std::int64_t expired_timeout_ns;
     std::uint32_t reason_bytes;
     char reason[1024];
-    alignas(64) std::atomic<std::uint64_t> done;           // the last call that the owner has finished
-    alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];  // 1: the owner touches memory of that rank's process
-    alignas(64) std::atomic<std::uint32_t> control_messages[kMaxSize];  // sent to that rank by ShmFdExchange
+    alignas(64) std::atomic<std::uint64_t> done;  // the last call that the owner has finished
     Post posts[kPosts];
-    Stream to_reduce;
-    Stream to_copy;
-    alignas(64) std::atomic<std::uint8_t> awaits[kMaxSize];  // events of that rank's ring that end the sleep
-    RingCursors ends[kMaxSize];
-    alignas(4096) std::byte rings[kMaxSize][kRingBytes];
+    struct alignas(64) Counter {
+      std::atomic<std::uint64_t> tag;
+    } published[kStreams];
+    alignas(4096) std::byte slots[kStreams][kSlots][kSlotBytes];
   };
 
-  // Takes ownership of the descriptors. Throws std::system_error.
+  // The bytes of the memory that `size` ranks share.
+  static std::size_t bytes(int size) { return Layout(size).node_bytes(size); }
+
+  // Throws std::system_error.
   // self: this rank's position.
   // ranks: by position, ascending.
-  // segments: by position, the memfd of sizeof(Segment) zero bytes, this rank's own included.
-  // doorbells: by position, the eventfd, this rank's own included.
-  // links: by position, a connected local stream socket; empty for this rank.
-  // memory: null unless every rank of the node has probed every other.
-  ShmNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> doorbells, std::vector<Fd> links,
-          std::shared_ptr<PeerMemory> memory);
+  // memory: the memfd, of at least bytes(ranks.size()) bytes, which were zero at first. Owned from here on.
+  // socket, name, token: see ShmFdExchange.
+  // peer_memory: null unless every rank of the node has probed every other.
+  ShmNode(int self, std::vector<int> ranks, Fd memory, Fd socket, std::string name, const ShmFdExchange::Token& token,
+          std::shared_ptr<PeerMemory> peer_memory);
   ShmNode(const ShmNode&) = delete;
   ShmNode& operator=(const ShmNode&) = delete;
 
   int self() const { return self_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   int rank(int position) const { return ranks_[static_cast<std::size_t>(position)]; }
-  Segment& segment(int position) {
-    return *static_cast<Segment*>(static_cast<void*>(segments_[static_cast<std::size_t>(position)].data()));
-  }
+  Segment& segment(int position) { return *at<Segment>(position, 0); }
   Segment& own() { return segment(self_); }
   Post& post(int position, std::uint64_t call) { return segment(position).posts[call % kPosts]; }
+  // Tag: the rounds that the owner has published.
+  std::atomic<std::uint64_t>& published(Stream stream, int owner) {
+    return segment(owner).published[static_cast<std::size_t>(stream)].tag;
+  }
+  std::byte* slot(Stream stream, int owner, std::uint64_t round) {
+    return segment(owner).slots[static_cast<std::size_t>(stream)][round % kSlots];
+  }
+  // Tag: how far the owner has read the other's stream.
+  std::atomic<std::uint64_t>& taken(Stream stream, int owner, int other) {
+    return at<std::atomic<std::uint64_t>>(owner, layout_.taken[static_cast<std::size_t>(stream)])[other];
+  }
+  // Call: the owner needs slots of the other, since it cannot read a buffer.
+  std::atomic<std::uint64_t>& asked(Stream stream, int owner, int other) {
+    return at<std::atomic<std::uint64_t>>(owner, layout_.asked[static_cast<std::size_t>(stream)])[other];
+  }
+  RingCursors& cursors(int owner, int other) { return at<RingCursors>(owner, layout_.cursors)[other]; }
+  // The owner's ring to the other, of kRingBytes.
+  std::byte* ring(int owner, int other) {
+    return at<std::byte>(owner, layout_.rings) + static_cast<std::size_t>(other) * kRingBytes;
+  }
 
   // Calls are counted from 1; every rank of the node makes the same calls.
   std::uint64_t next_call() { return ++calls_; }
@@ -108,33 +122,30 @@ class ShmNode {
   void ring_doorbell();
   // Wakes one rank, only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between the two ranks.
   void ring_doorbell(int position, short event);
-  // Announces that this rank will sleep until its doorbell is readable. Check once more for events after this call.
+  // Announces that this rank will sleep until one of `doorbells` is readable. Check once more for events afterwards.
   void prepare_sleep();
   // After prepare_sleep: wake also for `events` of the ring to that rank. Check once more for events after this call.
   void await(int position, short events);
   // Ends the sleep, or gives it up, for any reason.
   void cancel_sleep();
-  int doorbell() const { return doorbells_[static_cast<std::size_t>(self_)].get(); }
+  std::array<int, 2> doorbells() const { return fd_exchange_.descriptors(); }
 
   ShmFdExchange& fd_exchange() { return fd_exchange_; }
   // Null where any rank of the node cannot read another's memory; the same on all ranks.
-  PeerMemory* memory() const { return memory_.get(); }
+  PeerMemory* memory() const { return peer_memory_.get(); }
 
   // The lease of memory that another rank's post refers to: its tensors, mapped or read from its process. The lease is
-  // valid while that rank takes part. A rank begins a use before it touches such memory, and ends the use one chunk
-  // later. `leave` revokes the lease; the leaving rank returns its memory to the user only once no rank uses it. The
-  // two
-  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
+  // XX  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
   // `uses`, with a full fence between.
   //
   // False: the lease is revoked, and the memory must not be touched.
   bool begin_use(int owner);
-  void end_use(int owner) { own().uses[owner].store(0, std::memory_order_release); }
+  void end_use(int owner) { uses(self_, owner).store(0, std::memory_order_release); }
   // Begins a use of all other ranks at once. Returns the position of a rank that has left, -1 where none has.
   int begin_use_of_all();
   void end_use_of_all();
   // After `leave`: whether that rank still uses this rank's memory.
-  bool is_used_by(int position) { return segment(position).uses[self_].load(std::memory_order_acquire) != 0; }
+  bool is_used_by(int position) { return uses(position, self_).load(std::memory_order_acquire) != 0; }
 
   // The values of `Segment::left`. A rank that leaves in order (kLeft) fails only ranks that still wait for it.
   enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };
@@ -145,15 +156,56 @@ class ShmNode {
              std::int64_t expired_timeout_ns = 0);
 
  private:
+  // Bit p % 64 of word p / 64: the rank at position p sleeps. All bits lie in one cache line, so that a rank that
+  // publishes finds the sleeping ranks of any node by one look.
+  struct alignas(4096) Header {
+    std::atomic<std::uint64_t> asleep[kMaxSize / 64];
+  };
+  // Where the parts with an entry for each rank lie in a segment.
+  struct Layout {
+    explicit Layout(int size);
+    std::size_t node_bytes(int size) const { return sizeof(Header) + static_cast<std::size_t>(size) * segment_bytes; }
+
+    std::size_t taken[kStreams];
+    std::size_t asked[kStreams];
+    std::size_t control_messages;
+    std::size_t uses;
+    std::size_t awaits;
+    std::size_t cursors;
+    std::size_t rings;
+    std::size_t segment_bytes;
+  };
+  template <class Entry>
+  Entry* at(int owner, std::size_t offset) {
+    return static_cast<Entry*>(
+        static_cast<void*>(segments_ + static_cast<std::size_t>(owner) * layout_.segment_bytes + offset));
+  }
+  // 1: the owner touches memory of the other rank's process.
+  std::atomic<std::uint8_t>& uses(int owner, int other) {
+    return at<std::atomic<std::uint8_t>>(owner, layout_.uses)[other];
+  }
+  // Events of the other rank's ring that end the owner's sleep.
+  std::atomic<std::uint8_t>& awaits(int owner, int other) {
+    return at<std::atomic<std::uint8_t>>(owner, layout_.awaits)[other];
+  }
+  // Sent by the owner to the other rank by ShmFdExchange.
+  std::atomic<std::uint32_t>& control_messages(int owner, int other) {
+    return at<std::atomic<std::uint32_t>>(owner, layout_.control_messages)[other];
+  }
+  std::atomic<std::uint64_t>& asleep(int position) { return header_->asleep[position / 64]; }
+  static std::uint64_t asleep_bit(int position) { return std::uint64_t{1} << (position % 64); }
   void wake(int position);
 
   int self_;
   std::vector<int> ranks_;
-  std::vector<Mapping> segments_;
-  std::vector<Fd> doorbells_;
+  Layout layout_;
+  Mapping mapping_;
+  Header* header_ = nullptr;
+  std::byte* segments_ = nullptr;
   ShmFdExchange fd_exchange_;
-  std::shared_ptr<PeerMemory> memory_;
+  std::shared_ptr<PeerMemory> peer_memory_;
   bool sleep_prepared_ = false;
+  unsigned sleeps_without_ring_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t last_stream_call_ = 0;
 };

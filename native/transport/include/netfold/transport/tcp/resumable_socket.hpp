@@ -9,6 +9,7 @@
 // peer then closed unread.
 //
 //   state          event                                       becomes        action
+//   broken         the start, where there is no socket yet     -              wait for reconnect()
 //   up             error or end of stream                      broken         read what the socket holds; close it
 //   up             begin_disconnect()                          disconnecting  send no more; still read the peer's bytes
 //   disconnecting  end_disconnect(), or the peer's end         broken         read what the socket holds; close it
@@ -18,7 +19,7 @@
 //
 // A connection that is not resumable goes from up to lost at once and keeps no copy. It serves both ends on one
 // machine, where only the death of a process breaks a connection. The copy costs one pass over the sent bytes; its size
-// is bounded by what the socket accepts unconfirmed.
+// is bounded by what the socket accepts unconfirmed. Without a copy, it sends nothing before the greeting has come.
 //
 // A connection with secrets sends and receives records (record_stream.hpp). The copy holds plain bytes: a new socket
 // has secrets of its own, and the missing bytes go into new records under them. The greeting is an empty record then.
@@ -37,7 +38,8 @@ namespace netfold::transport {
 
 class ResumableSocket {
  public:
-  // Takes ownership of a connected stream socket. secrets: of this connection; `security` none for plain bytes.
+  // Takes ownership of a connected stream socket; empty: the layer above connects once this end is used (`reconnect`).
+  // secrets: of this connection; without a socket only their `security` counts, which is none for plain bytes.
   ResumableSocket(Fd socket, bool resumable, const auth::StreamSecrets& secrets);
 
   // As Pipe's. On a broken connection: 0 bytes, not closed.
@@ -49,8 +51,10 @@ class ResumableSocket {
   std::size_t unconfirmed() const;
 
   bool is_broken() const { return state_ == State::broken; }
-  // How many times this connection got a new socket. Both ends count alike, so a message about one socket is not
-  // applied to the next.
+  // Whether no connection has been made, nor given up.
+  bool is_unused() const { return is_broken() && reconnects_ < 0; }
+  // How many times this connection got a new socket; -1: it never had one. Both ends count alike, so a message about
+  // one socket is not applied to the next.
   int reconnects() const { return reconnects_; }
   // Bytes ever received, unread ones included.
   std::uint64_t received() const { return received_; }

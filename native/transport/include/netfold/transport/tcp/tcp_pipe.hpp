@@ -15,10 +15,11 @@ class TcpPipe final : public Pipe {
  public:
   static constexpr std::size_t kStripeBytes = 64 << 10;
 
-  // sockets: connections that the layer above made and authenticated, one a rail; takes ownership.
-  // secrets: by socket; empty for plain bytes.
-  // on_broken: called for a rail that broke and waits for a new socket. Empty: rails are not resumable.
-  TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
+  // sockets: connections that the layer above made and authenticated, one a rail; takes ownership. Empty: the rail is
+  // connected once it is used.
+  // secrets: by rail; with `security` alone where the rail is not connected.
+  // on_broken: called for a rail that waits for a socket, a first one or a new one.
+  TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets, bool resumable,
           std::function<void(int rail)> on_broken);
 
   Io send(std::span<const iovec> pieces) override;
@@ -31,18 +32,21 @@ class TcpPipe final : public Pipe {
   // A socket may take part of a record; `flush` writes the rest.
   bool needs_progress() const override { return has_records_; }
   bool has_unsent() const override;
+  bool was_connected() const override;
 
   int rails() const override { return static_cast<int>(rails_.size()); }
   ResumableSocket* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }
 
  private:
+  static constexpr int kNone = -2;
+
   std::size_t rail_at(std::uint64_t position) const { return position / kStripeBytes % rails_.size(); }
   void report_broken(std::size_t rail);
   template <class Move>
   Io by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move);
 
   std::vector<ResumableSocket> rails_;
-  std::vector<int> reported_;  // by rail: the value of reconnects() at the last report of a break; -1: none
+  std::vector<int> reported_;  // by rail: the value of reconnects() at the last report of a break; kNone: none
   std::function<void(int)> on_broken_;
   const bool has_records_;
   std::uint64_t sent_ = 0;
