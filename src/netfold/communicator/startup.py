@@ -19,7 +19,7 @@ from netfold._native import engine, protocol
 from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
-from netfold.bootstrap.open_files import allow_open_files
+from netfold.bootstrap.open_files import allow_open_files, files_needed
 from netfold.bootstrap.probe import TableChoice
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
@@ -118,7 +118,7 @@ def connect_group(
     undo: ExitStack,
 ) -> Connections:
     """Run all steps before the native group. options: resolved. Raises ValueError, RendezvousError, SwitchError."""
-    allow_open_files(size)
+    allow_open_files(files_needed(size))
     agreement = _agree(store, rank, size, options, store_host, deadline)
     undo.callback(release_listener, agreement.listener)
     registered_group = RegisteredGroup(
