@@ -313,7 +313,8 @@ leaves the largest.
 
 Every worker asks for its path, joins, is tested with a hello, and adds {PAYLOAD // 4} i32. All sums are checked.
 *Stragglers*: all workers but one have contributed, and within a second every worker asks which rank is missing; the
-longest time of an answer. The window is {WINDOW} here, so that the slots of all leaves fit into this machine.
+longest time of an answer. The window is {WINDOW} here, so that the slots of all leaves fit into this machine. Below 0
+MiB: the slots fit into memory that the process had before.
 """
 
 
