@@ -232,7 +232,10 @@ async def find_straggler(workers: Sequence[Worker], chunk: int) -> float:
     others = [
         asyncio.ensure_future(each.contribute(chunk, values_of(each.number, chunk))) for each in workers if each != last
     ]
-    while (await workers[0].ask_stragglers(chunk))["ranks"] != [last.number]:
+    deadline = time.monotonic() + DEADLINE_S
+    while (missing := (await workers[0].ask_stragglers(chunk))["ranks"]) != [last.number]:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"ranks {missing} are missing, and only {last.number} should be")
         await asyncio.sleep(0.1)
 
     async def ask(worker: Worker) -> float:
@@ -253,6 +256,8 @@ async def leave(workers: Sequence[Worker], tree: Sequence[Daemon]) -> float:
     began = time.perf_counter()
     await together(workers, lambda each: each.leave())
     while not all(each.count("event=closed") for each in tree):
+        if time.perf_counter() - began > DEADLINE_S:
+            raise SystemExit("a switch still has the job")
         await asyncio.sleep(0.02)
     return time.perf_counter() - began
 
