@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from netfold._native import engine, protocol
+from netfold._native import engine
 from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
@@ -27,6 +27,7 @@ from netfold.bootstrap.shm_discovery import Node, NodeSocket, form_node
 from netfold.bootstrap.store import Store
 from netfold.bootstrap.tree import StartTree
 from netfold.communicator.membership import Membership, join_for_host
+from netfold.communicator.switch_tree import check_size
 from netfold.options import SECURITIES, Options
 from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.switch_protocol.control_messages import switches_of
@@ -145,8 +146,7 @@ def connect_group(
         memory = _share_memory(mesh, node_socket, options, rank, undo)
         choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
         workers = choice.table.workers(choice.topology)
-        if len(workers) > protocol.MAX_WORKERS:
-            raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
+        check_size(len(workers))
         accesses = [
             SwitchAccess(
                 endpoint=endpoint,
