@@ -273,7 +273,7 @@ def late(rank: int, size: int, folder: str, endpoint: str) -> None:
         join_for_host = startup.join_for_host
 
         def stay_away(*arguments: Any, **named: Any) -> Any:
-            time.sleep(5.0)
+            time.sleep(10.0)
             return join_for_host(*arguments, **named)
 
         with pytest.MonkeyPatch.context() as patch:
