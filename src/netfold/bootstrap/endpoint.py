@@ -63,8 +63,7 @@ class Endpoint:
         with self._lock:
             if uuid in self._attempts:
                 raise RendezvousError(
-                    f"the uuid {uuid} was already used on this communicator, for a group that "
-                    f"{self._attempts[uuid].state}: every group needs another one"
+                    f"the uuid {uuid} was already used on this communicator: every group needs another one"
                 )
 
     def begin(self, uuid: str, digest: str, members: Sequence[Handle]) -> None:
@@ -87,9 +86,21 @@ class Endpoint:
                 rank = getattr(error, "rank", None)
                 attempt.at_fault = -1 if rank is None else rank
 
-    def has_begun(self, uuid: str) -> bool:
+    def conflicts(self, own_uuid: str, reply: Message) -> bool:
+        """Whether a member that replied `other`, and this one, wait for each other in two groups. Neither can form.
+
+        The other member is told so when it asks.
+        """
         with self._lock:
-            return uuid in self._attempts
+            uuid = reply["uuid"]
+            if uuid == own_uuid:
+                return True
+            # A group that this rank has been in may still be ending, or starting, at the other member.
+            if not reply["includes"] or uuid in self._attempts:
+                return False
+            text = f"it was forming the group {own_uuid}"
+            self._attempts[uuid] = _Attempt("", frozenset(), "refused", text)
+            return True
 
     def retain(self) -> Endpoint:
         """One more owner, who calls `release`: a communicator keeps its endpoint when its group ends."""
@@ -112,6 +123,8 @@ class Endpoint:
             forming = next((each for each in self._attempts.items() if each[1].state == "forming"), None)
         if attempt is not None and attempt.digest == digest:
             return {"type": attempt.state, "text": attempt.why, "rank": attempt.at_fault}, None
+        if attempt is not None and attempt.state == "refused":
+            return {"type": "other", "text": attempt.why, "uuid": uuid, "includes": True}, None
         if attempt is not None:
             text = f"it was called with the uuid {uuid} and other handles, or another order of them"
             return {"type": "other", "text": text, "uuid": uuid, "includes": True}, None

@@ -141,8 +141,7 @@ class _Search:
             self._give_up(group, f"formed the group {self._proposal.uuid} before, and this rank was not there")
         elif kind == "other":
             self.state = text
-            same = reply["uuid"] == self._proposal.uuid
-            if same or (reply["includes"] and not self._endpoint.has_begun(reply["uuid"])):
+            if self._endpoint.conflicts(self._proposal.uuid, reply):
                 self._give_up(group, f"takes part in something else: {text}. All members need the same call")
         else:  # the listener's, for a communicator that was closed
             self._give_up(group, "is gone: its communicator was closed")

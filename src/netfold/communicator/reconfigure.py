@@ -87,9 +87,9 @@ class Generations:
                 raise ValueError("this communicator was closed")
             deadline = time.monotonic() + (self._join_timeout_s if timeout_s is None else timeout_s)
             options = (self._options or Options()).resolved()
-            rendezvous.check_options(options, len(handles))
             ordered = handle.in_order(handles)
             proposal = regroup.propose(self._endpoint.handle, str(uuid), ordered, options.secret_file)
+            rendezvous.check_options(options, len(ordered))
             self._endpoint.check_unused(proposal.uuid)
             self._leave(f"it is reconfigured, as {uuid} of {len(ordered)} members")
             with self._attempt(proposal):
