@@ -15,7 +15,7 @@ from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.bootstrap import endpoint, handle, regroup
+from netfold.bootstrap import endpoint, handle, tree
 from netfold.communicator import GroupAborted, RendezvousError
 
 QUIET = Options(probe="off")
@@ -47,7 +47,7 @@ def exchange(folder: str, name: str, rank: int, size: int, value: str = "") -> l
     return [store.get(f"{name}/{peer}", 20).decode() for peer in range(size)]
 
 
-# --- who is in the group, and in which order ---------------------------------------------------------------------------
+# --- who is in the group, and in which order -------------------------------------------------------------------------
 
 
 def shrink_after_a_death(rank: int, size: int, folder: str, transport: str) -> tuple[int, int, float]:
@@ -58,7 +58,7 @@ def shrink_after_a_death(rank: int, size: int, folder: str, transport: str) -> t
         if rank == 1:
             Path(folder, "died").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(Exception, match="rank 1|gave up"):
+        with pytest.raises(Exception, match=r"rank 1|gave up"):
             while True:
                 group.all_reduce(np.ones(1000))
         group.shrink([1])
@@ -201,7 +201,7 @@ def test_ranks_derive_the_handles_of_all_and_a_secret_file_changes_the_secret(tm
     assert plain == handle.generation_secret("1", ["a", "b"], None) and len({plain, *others}) == 5
 
 
-# --- the group that was --------------------------------------------------------------------------------------------
+# --- the group that was ----------------------------------------------------------------------------------------------
 
 
 def leave_while_others_wait(rank: int, size: int, folder: str, options: Options) -> str:
@@ -221,7 +221,7 @@ def leave_while_others_wait(rank: int, size: int, folder: str, options: Options)
 
 @pytest.mark.parametrize("options", [QUIET, OVER_TCP], ids=["memory", "tcp"])
 def test_operations_of_the_former_group_fail_with_the_reason(options: Options) -> None:
-    first, *others = values(run_threads(leave_while_others_wait, 3, options))
+    _, *others = values(run_threads(leave_while_others_wait, 3, options))
     for text in others:
         assert "rank 0 left the group: it is reconfigured, as alone of 1 members" in text, text
 
@@ -244,7 +244,7 @@ def test_an_own_operation_under_way_fails_with_the_reason() -> None:
     assert "it is reconfigured, as alone of 1 members" in values(run_threads(own_operation_under_way, 2))[0]
 
 
-# --- calls that can form no group: the former group goes on ------------------------------------------------------------
+# --- calls that can form no group: the former group goes on ----------------------------------------------------------
 
 
 def test_calls_that_can_be_no_group_are_refused_and_leave_the_group_as_it_was(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_handle_of_another_version_is_refused_with_both_versions(monkeypatch: 
         with outside() as older:
             text = older.handle
         monkeypatch.undo()
-        with pytest.raises(ValueError, match="was made by netfold 0.0.1, and this rank runs netfold"):
+        with pytest.raises(ValueError, match=r"was made by netfold 0\.0\.1, and this rank runs netfold"):
             group.reconfigure(1, [group.handle, text])
 
 
@@ -296,7 +296,7 @@ def test_a_closed_communicator_is_not_reconfigured() -> None:
         group.barrier()
 
 
-# --- groups that do not form -------------------------------------------------------------------------------------------
+# --- groups that do not form -----------------------------------------------------------------------------------------
 
 
 def refusal(group: Communicator, uuid: str, handles: list[str], timeout_s: float = 15.0) -> tuple[str, int | None]:
@@ -336,7 +336,7 @@ def die_in_the_middle(rank: int, size: int, folder: str, dead: int) -> tuple[str
     with outside() as group:
         handles = exchange(folder, "handle", rank, size, group.handle)
         if rank == dead:  # connected to its neighbours, and before it has the job
-            regroup.StartTree.broadcast = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            tree.StartTree.broadcast = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         return refusal(group, "middle", handles)
 
 

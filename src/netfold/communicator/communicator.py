@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
 from netfold.communicator.meeting import HandleMeeting
-from netfold.communicator.reconfigure import Generations
+from netfold.communicator.reconfigure import Generations, no_group
 from netfold.options import Options
 
 
@@ -77,7 +77,7 @@ class Communicator(Collectives):
         self._join_timeout_s = join_timeout_s
         self._store_host = store_host
         self._splits = 0
-        self.group = generations.group or _no_group(generations)
+        self.group = generations.group or no_group(generations)
 
     @classmethod
     def outside(
@@ -186,7 +186,7 @@ class Communicator(Collectives):
         try:
             self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s)
         finally:
-            self.group = self._generations.group or _no_group(self._generations)
+            self.group = self._generations.group or no_group(self._generations)
 
     def shrink(self, gone: Sequence[int], *, uuid: int | str | None = None, timeout_s: float | None = None) -> None:
         """`reconfigure` with the ranks of the group that are not `gone`, in their order. Each of them calls this.
@@ -217,17 +217,3 @@ class Communicator(Collectives):
         if error is not None and self._generations.group is not None:
             self.group.abort(f"{type(error).__name__}: {error}")  # other ranks get the reason
         self.close()
-
-
-class _NoGroup:
-    """In the place of a group: every use raises. So operations of a group need not ask whether there is one."""
-
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
-
-    def __getattr__(self, name: str) -> Any:
-        raise self._generations.refusal()
-
-
-def _no_group(generations: Generations) -> Group:
-    return cast(Group, _NoGroup(generations))

@@ -1,7 +1,7 @@
 """How the ranks of a new group find each other: by a store, or over handles that each of them was given.
 
-A meeting is what start-up (startup.py) is called with. It agrees on the job and listens (`agree`), connects this rank to
-its neighbours in the start-up tree (`connect`), and makes the endpoint by which a later group can form (`endpoint`).
+Start-up (startup.py) is called with a meeting. The meeting agrees on the job and listens (`agree`), connects this rank
+to its neighbours in the start-up tree (`connect`), and makes the endpoint by which a later group forms (`regrouping`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any, cast
 
 from netfold.bootstrap import handle, regroup, rendezvous
 from netfold.bootstrap.addresses import own_interfaces
@@ -160,3 +161,35 @@ class Generations:
         group, self.group = self.group, None
         if group is not None:
             group.close(reason)
+
+
+class _NoGroup:
+    """In the place of a group: every other use raises. So operations of a group need not ask whether there is one."""
+
+    job_ranks: Sequence[int] = ()
+    failure = None
+    over_fabric = False
+    shares_buckets = False
+    collectives_submitted = 0
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._generations.refusal()
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self, reason: str | None = None) -> None: ...
+
+
+def no_group(generations: Generations) -> Group:
+    """For a rank that is in no group."""
+    return cast(Group, _NoGroup(generations))
+
+
+def outside_group(generations: Generations, rank: int, size: int, timeout_s: float) -> Group:
+    """For a rank that was given a number before it is in a group, as torch does."""
+    group: Any = _NoGroup(generations)
+    group.rank, group.size, group.timeout_s = rank, size, timeout_s
+    return cast(Group, group)
