@@ -89,9 +89,9 @@ class NetfoldBackend(Operations, _c10d.Backend):
         return self.generations.handle
 
     def reconfigure(self, opts: Any) -> CompletedWork:
-        """Leave the group, and form the one of `opts.handles`; see `Communicator.reconfigure`. Returns when it is formed.
+        """Leave the group, and form the one of `opts.handles`; see `Communicator.reconfigure`.
 
-        opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. No hint is known.
+        Returns when the group is formed. opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. No hint is known.
         """
         if self.generations is None:
             raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
@@ -107,7 +107,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
         return CompletedWork([])
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> NetfoldBackend:
-        """Form the group of all other ranks, over this group's connections' addresses; see `Communicator.shrink`.
+        """Form the group of all other ranks; see `Communicator.shrink`.
 
         This group ends, whatever the flags are. Returns the backend of the new one.
         """
@@ -215,3 +215,30 @@ def patch_split_group() -> None:
 
     for module in (dist, distributed_c10d):
         module.split_group = split_group
+
+
+@functools.cache
+def patch_shrink_group() -> None:
+    """Have `shrink_group` give the new group netfold's own backend type and devices. Idempotent.
+
+    torch registers every shrunk backend of CPU tensors as gloo's, and DDP then reads it as a ProcessGroupGloo.
+    """
+    module: Any = distributed_c10d
+    original = getattr(module, "shrink_group", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def shrink_group(*args: Any, **options: Any) -> Any:
+        shrunk = original(*args, **options)
+        backend: Any = operations_of(shrunk)
+        if backend is not None:
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            device_api = backend.devices.device_api if backend.devices is not None else None
+            for kind in ("cpu",) if device_api is None else ("cpu", device_api.kind):
+                shrunk._register_backend(torch.device(kind), custom, backend)
+            shrunk._set_default_backend(custom)
+        return shrunk
+
+    for module in (dist, distributed_c10d):
+        module.shrink_group = shrink_group

@@ -142,11 +142,12 @@ def _backend(
     enable_reconfigure: bool = False,
 ) -> Any:
     """enable_reconfigure: as torch's; the backend is in no group until `reconfigure`, and nobody is waited for."""
-    from netfold.torch.backend import NetfoldBackend, patch_split_group
+    from netfold.torch.backend import NetfoldBackend, patch_shrink_group, patch_split_group
     from netfold.torch.forwarding import forward_work_methods
 
     forward_work_methods()
     patch_split_group()
+    patch_shrink_group()
     join_timeout_s = min(timeout.total_seconds(), _join_timeout_s())
     if enable_reconfigure:
         _skip_netfold()
