@@ -1,7 +1,8 @@
 """Ranks before they are a group: find each other, authenticate, and measure their links.
 
 `launchers`, `pmi`, `store` and `tcp_store` find the ranks. `rendezvous` makes authenticated connections, with
-`addresses`, `listener`, `handshake`, `security` and `secure_stream`. `shm_discovery` and `peer_memory` find ranks that
+`addresses`, `listener`, `handshake`, `security` and `secure_stream`. `handle`, `endpoint` and `regroup` form a group
+without a store. `shm_discovery` and `peer_memory` find ranks that
 share memory, over an exchange of values (`mesh_exchange`). `fabric` sets up streams over libfabric. `probe` measures
 links, `capacity` switches.
 May import: tuning, switch_protocol, `netfold.options`, `netfold.errors` and the native engine. Never communicator.

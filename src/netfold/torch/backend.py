@@ -91,7 +91,8 @@ class NetfoldBackend(Operations, _c10d.Backend):
     def reconfigure(self, opts: Any) -> CompletedWork:
         """Leave the group, and form the one of `opts.handles`; see `Communicator.reconfigure`.
 
-        Returns when the group is formed. opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. No hint is known.
+        Returns when the group is formed.
+        opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. No hint is known.
         """
         if self.generations is None:
             raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
