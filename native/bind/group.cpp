@@ -32,8 +32,8 @@ using Connections = std::vector<std::vector<int>>;
 // By lane, rank and rail; empty: plain bytes.
 using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
 
-std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane,
-                                            std::size_t peer, const std::vector<int>& fds) {
+std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane, std::size_t peer,
+                                            const std::vector<int>& fds) {
   std::vector<auth::StreamSecrets> out(fds.size());
   for (std::size_t rail = 0; rail < fds.size(); ++rail) {
     out[rail].security = security;
@@ -249,8 +249,8 @@ void bind_group(nb::module_& e) {
            })
       .def(
           "fail",
-          [](Group& self, int kind, int rank, const std::string& text,
-             std::tuple<std::uint32_t, std::int64_t> expired, bool orderly) {
+          [](Group& self, int kind, int rank, const std::string& text, std::tuple<std::uint32_t, std::int64_t> expired,
+             bool orderly) {
             self.fail({.kind = static_cast<collective::Failure::Kind>(kind),
                        .rank = rank,
                        .text = text,

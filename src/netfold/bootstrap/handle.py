@@ -29,7 +29,7 @@ _ID_BYTES, _SECRET_BYTES = 8, 32
 
 
 class _Fields(NamedTuple):
-    """What a handle's text holds, in the order of its bytes."""
+    """The fields of a handle's text, in the order of its bytes."""
 
     version: str
     identity: bytes
@@ -44,7 +44,7 @@ class _Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """What a handle says. Two handles are equal where their texts are."""
+    """A handle, read. Two handles are equal where their texts are."""
 
     identity: bytes
     secret: bytes
@@ -163,7 +163,7 @@ def in_order(handles: Collection[str]) -> list[str]:
 
 
 def check_members(own: Handle, handles: Sequence[str]) -> list[Handle]:
-    """What the members' handles say, by rank. ValueError with a sentence where they cannot form a group."""
+    """Read the members' handles, by rank. ValueError with a sentence where they cannot form a group."""
     if not handles:
         raise ValueError("a group needs at least one handle")
     members = [parse(text) for text in handles]

@@ -1,4 +1,4 @@
-"""How the ranks of a new group find each other: by a store, or over handles that each of them was given.
+"""The ways in which the ranks of a new group find each other: a store, or handles that each of them was given.
 
 Start-up (startup.py) is called with a meeting. The meeting agrees on the job and listens (`agree`), connects this rank
 to its neighbours in the start-up tree (`connect`), and makes the endpoint by which a later group forms (`regrouping`).
@@ -22,7 +22,7 @@ from netfold.switch_protocol.control_messages import switches_of
 
 
 class Agreement(NamedTuple):
-    """What this rank knows before it connects, and the address where it listens."""
+    """The knowledge of this rank before it connects, and the address where it listens."""
 
     store: Store | None  # this generation's own part of it; None where the ranks met over handles
     job: Job
@@ -42,7 +42,7 @@ class Mesh(NamedTuple):
 
 
 class Regrouping(NamedTuple):
-    """What a later group needs."""
+    """The means of a later group."""
 
     endpoint: Endpoint
     handles: Callable[[], tuple[str, ...]]  # of all ranks
