@@ -41,7 +41,7 @@ def check_sum(group: Communicator) -> None:
 
 
 def exchange(folder: str, name: str, rank: int, size: int, value: str = "") -> list[str]:
-    """What all ranks leave in the folder, by rank. Also a barrier."""
+    """Leave a value in the folder; returns those of all ranks, by rank. Also a barrier."""
     store = FileStore(folder)
     store.set(f"{name}/{rank}", value.encode())
     return [store.get(f"{name}/{peer}", 20).decode() for peer in range(size)]

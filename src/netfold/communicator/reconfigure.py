@@ -149,7 +149,7 @@ class Generations:
         self._endpoint.release()
 
     def refusal(self) -> Exception:
-        """Why there is no group."""
+        """The error for a use without a group."""
         if self.closed:
             return ValueError("this group was closed")
         return GroupAborted("this communicator is in no group: `reconfigure` forms one")
