@@ -249,14 +249,16 @@ void bind_group(nb::module_& e) {
            })
       .def(
           "fail",
-          [](Group& self, int kind, int rank, const std::string& text,
-             std::tuple<std::uint32_t, std::int64_t> expired) {
+          [](Group& self, int kind, int rank, const std::string& text, std::tuple<std::uint32_t, std::int64_t> expired,
+             bool orderly) {
             self.fail({.kind = static_cast<collective::Failure::Kind>(kind),
                        .rank = rank,
                        .text = text,
+                       .orderly = orderly,
                        .expired = {std::get<0>(expired), std::get<1>(expired)}});
           },
-          "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), Release())
+          "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), "orderly"_a = false, Release(),
+          "orderly: the rank leaves as at the end of a group, and what it has sent still arrives.")
       .def_prop_ro(
           "failure", [](const Group& self) { return tuple_of(self.failure()); },
           "(kind, rank at fault, text); None: the group has not failed.")
