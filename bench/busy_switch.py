@@ -198,7 +198,7 @@ def page(target: str) -> bytes:
 
 def join(endpoint: str) -> None:
     access = SwitchAccess(endpoint, None, 0, (0,))
-    member = Membership.join(access, job=secrets.token_hex(16), paths=[[0]], timeout_s=60)
+    member = Membership.join(access, job=secrets.token_hex(16), timeout_s=60)
     member.leave("the measurement is over")
 
 

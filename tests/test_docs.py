@@ -92,7 +92,8 @@ def test_every_metric_of_a_switch_is_on_its_page() -> None:
     job: dict[str, Any] = {"id": "1", "name": "a", "tenant": "b", "joined": 2, "memory_bytes": 9, "retransmissions": 1}
     counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_resent"), 3)
     job["counters"] = {**counters, **dict.fromkeys(PACKET_KINDS.values(), 5), "drops": {"stale": 8}}
-    job |= {"capacity_bytes_per_s": 1.0, "ranks": [{"rank": 0, "below": [], "arrivals": 7, "lag_s": 1e-9, "last": 1}]}
+    ranks = [{"rank": 0, "ranks_below": 0, "arrivals": 7, "lag_s": 1e-9, "last": 1}]
+    job |= {"capacity_bytes_per_s": 1.0, "ranks": ranks}
     status: dict[str, Any] = {"state": "serving", "authenticated": True, "jobs": [job], "parent": {"endpoint": "c"}}
     status["parent"]["jobs"] = 1
     status |= dict.fromkeys(("connections", "unauthenticated_connections", "jobs_started", "uptime_s", "cpu_s"), 1)

@@ -32,8 +32,8 @@ using Connections = std::vector<std::vector<int>>;
 // By lane, rank and rail; empty: plain bytes.
 using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
 
-std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane,
-                                            std::size_t peer, const std::vector<int>& fds) {
+std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane, std::size_t peer,
+                                            const std::vector<int>& fds) {
   std::vector<auth::StreamSecrets> out(fds.size());
   for (std::size_t rail = 0; rail < fds.size(); ++rail) {
     out[rail].security = security;
@@ -249,14 +249,16 @@ void bind_group(nb::module_& e) {
            })
       .def(
           "fail",
-          [](Group& self, int kind, int rank, const std::string& text,
-             std::tuple<std::uint32_t, std::int64_t> expired) {
+          [](Group& self, int kind, int rank, const std::string& text, std::tuple<std::uint32_t, std::int64_t> expired,
+             bool orderly) {
             self.fail({.kind = static_cast<collective::Failure::Kind>(kind),
                        .rank = rank,
                        .text = text,
+                       .orderly = orderly,
                        .expired = {std::get<0>(expired), std::get<1>(expired)}});
           },
-          "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), Release())
+          "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), "orderly"_a = false, Release(),
+          "orderly: the rank leaves as at the end of a group, and what it has sent still arrives.")
       .def_prop_ro(
           "failure", [](const Group& self) { return tuple_of(self.failure()); },
           "(kind, rank at fault, text); None: the group has not failed.")

@@ -242,7 +242,8 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
   const std::span<const iovec> all(chunks);
   for (int peer = 0; peer < mesh.size(); ++peer) {
     const auto position = mesh.stream_position(peer);
-    if (peer == mesh.rank() || !mesh.was_connected(peer) || position == transport::Mesh::StreamPosition::inside) continue;
+    if (peer == mesh.rank() || !mesh.was_connected(peer) || position == transport::Mesh::StreamPosition::inside)
+      continue;
     mesh.send(peer, position == transport::Mesh::StreamPosition::between_chunks ? all : all.subspan(1));
   }
 }

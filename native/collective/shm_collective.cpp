@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 namespace netfold::collective {
 
@@ -47,9 +46,11 @@ void ShmCollective::check_peers(std::int64_t now_ns) {
   if (connect_ns_ < 0) connect_ns_ = now_ns + kConnectNs;
   check_due_ = now_ns < next_check_ns_;
   if (check_due_) return;
-  const bool connects = now_ns >= connect_ns_;
-  if (connects) connect_ns_ = now_ns + kConnectNs;
-  find_lost(connects);
+  if (now_ns >= connect_ns_) {
+    watched_ = std::min(std::max(1, 2 * watched_), size_);
+    connect_ns_ = now_ns + kConnectNs;
+  }
+  find_lost();
   check_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
   next_check_ns_ = now_ns + kCheckNs;
 }
@@ -299,11 +300,11 @@ void ShmCollective::wait_for(WaitSet& set) const {
 void ShmCollective::wait_for_check(WaitSet& set) const {
   // The doorbell that woke this rank may have announced a failure, and will not ring again.
   if (check_due_) set.wake_at(next_check_ns_);
-  if (awaits_unconnected_) set.wake_at(connect_ns_);
+  if (awaits_unwatched_) set.wake_at(connect_ns_);
 }
 
-void ShmCollective::find_lost(bool connects) {
-  awaits_unconnected_ = false;
+void ShmCollective::find_lost() {
+  awaits_unwatched_ = false;
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
     const auto left = node_.segment(position).left.load(std::memory_order_acquire);
@@ -311,9 +312,8 @@ void ShmCollective::find_lost(bool connects) {
     bool is_gone = false;
     if (is_awaited(position)) {
       const int rank = node_.rank(position);
-      const bool is_connected = mesh_.was_connected(rank);
-      awaits_unconnected_ |= !is_connected;
-      const bool looks = is_connected || std::exchange(connects, false);
+      const bool looks = mesh_.was_connected(rank) || (position - self_ + size_) % size_ <= watched_;
+      awaits_unwatched_ |= !looks;
       is_gone = left == Node::kLeft || (looks && mesh_.hung_up(rank));
     }
     const bool is_lost = is_gone && leaving_[index(position)];

@@ -23,7 +23,8 @@ def __getattr__(name: str) -> Any:
         return import_module("netfold.profile")  # a module that can be called
     if name == "__version__":
         # The version is in pyproject.toml, and so in the metadata of the installed package.
-        return import_module("importlib.metadata").version("netfold")
+        globals()["__version__"] = found = import_module("importlib.metadata").version("netfold")
+        return found
     if name in __all__:
         return getattr(import_module("netfold.communicator"), name)
     raise AttributeError(f"module 'netfold' has no attribute {name!r}")

@@ -65,7 +65,7 @@ def everyone(size: int) -> list[int]:
     return [10 * rank for rank in range(size)]
 
 
-def heard(outcomes: list[Any]) -> list[list[int]]:
+def exchanged(outcomes: list[Any]) -> list[list[int]]:
     """Of each rank, what all ranks said."""
     return [said for said, *_ in values(outcomes)]
 
@@ -248,7 +248,7 @@ def _meet_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) ->
 
 @pytest.mark.parametrize("peer", UNAUTHENTICATED_PEERS)
 def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(peer: str) -> None:
-    assert heard(run_threads(_meet_with_visitor, 3, UNAUTHENTICATED_PEERS[peer])) == [everyone(3)] * 3
+    assert exchanged(run_threads(_meet_with_visitor, 3, UNAUTHENTICATED_PEERS[peer])) == [everyone(3)] * 3
 
 
 def _meet_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
@@ -261,7 +261,7 @@ def _meet_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
 def test_a_silent_unauthenticated_peer_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the peer would take so long
     began = time.monotonic()
-    assert heard(run_threads(_meet_with_a_silent_visitor, 2)) == [everyone(2)] * 2
+    assert exchanged(run_threads(_meet_with_a_silent_visitor, 2)) == [everyone(2)] * 2
     assert time.monotonic() - began < seconds(5)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from load import seconds, settles
@@ -25,10 +27,10 @@ import netfold
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 from netfold.bootstrap import shm_discovery as discovery
-from netfold.bootstrap.mesh_exchange import MeshExchange
 from netfold.bootstrap.shm_discovery import Exchange
+from netfold.bootstrap.tree import StartTree, place_of
 from netfold.communicator import RendezvousError
-from netfold.switch_protocol import control_messages
+from netfold.communicator.startup import HostExchange
 
 pytestmark = pytest.mark.native
 
@@ -112,8 +114,10 @@ def test_a_rank_that_leaves_during_the_exchange_is_named(rank: int, steps: int) 
     with mine, contextlib.closing(own), contextlib.closing(other):
         with theirs:
             for value in (b"\0", None)[:steps]:
-                control_messages.send(theirs, {"type": "value", "value": value})
-        exchange = MeshExchange(rank, (0, 1), [None, mine] if peer else [mine, None], time.monotonic() + 1)
+                frame = msgpack.packb({0: value, 1: value})
+                theirs.sendall(struct.pack(">Ic", len(frame), b"V") + frame)
+        tree = StartTree(rank, place_of(rank, [[0, 1]]), {peer: mine}, time.monotonic() + 1)
+        exchange = HostExchange(tree)
         with pytest.raises(RendezvousError, match=f"rank {rank}: rank {peer} (left|did not answer in time)") as found:
             discovery.form_node(own, (0, 1), exchange)
     assert found.value.rank == peer

@@ -82,6 +82,16 @@ def test_a_switch_without_replies_is_lost_within_five_seconds() -> None:
         assert "has not answered" in lost[1].why
 
 
+def test_a_switch_that_does_not_know_whom_it_waits_for_is_not_lost() -> None:
+    """In a tree: another switch did not answer, whose ranks may be late."""
+    watch = SwitchWatch(RANK, 0.0)
+    for tick in range(1, 1000):
+        action = watch.poll(tick * TICK_S, 7)
+        assert not isinstance(action, Lost)
+        if action is not None:
+            watch.answer(None)
+
+
 def test_a_switch_that_replies_is_lost_if_packets_do_not_pass() -> None:
     # If packets to the switch are cut, it waits for this rank; if packets from it are cut, it waits for no rank.
     for answers in (waits_for(RANK), waits_for(0, RANK), waits_for()):

@@ -262,7 +262,8 @@ def seeds() -> dict[str, list[bytes]]:
 
     version = {"version": control_messages.VERSION}
     join = {"type": "join", **version, "job": "j", "name": "", "rank": 0, "ranks": [0], "port": 9, "timeout_s": 5.0}
-    both = {**join, "ranks": [0, 1], "paths": [[1], [1]], "window_bytes": 4096}
+    both = {**join, "ranks": [0, 1], "window_bytes": 4096}
+    tree = {**join, "tree": [[1, [[0, 0]]], [2, [[0, 0, 1, 1], [1, 1]]]]}
     ready = {"type": "ready", "payload_bytes": 1408}
     missing = {"type": "stragglers", "chunk": 1, "serial": 2}
     leave = {"type": "leave", "reason": "done", "fault": -1}
@@ -279,6 +280,7 @@ def seeds() -> dict[str, list[bytes]]:
         "switch": [
             framed(join, ready, missing, {"type": "alive", "serial": 1}, leave),
             framed(both, ready),
+            framed(tree, ready),
             framed({**join, "fabric": {"provider": "tcp", "name": b"n", "tag": 1}}),
             framed({"type": "path", **version, "below": [1, 2]}),
             framed({"type": "quota", **version}),

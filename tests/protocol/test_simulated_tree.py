@@ -91,6 +91,14 @@ def test_without_losses_a_chunk_crosses_each_link_once():
     assert summary.packets["sent"] == 2 * 6 * 200
 
 
+def test_4096_workers_over_16_leaves_get_the_same_sum():
+    operations = [Operation(0, 20, "f32"), Operation(1, 20, "i32")]
+    how = {"workers": 4096, "leaves": (256,) * 16, "window": 2, "payload_bytes": 64, "operations": operations}
+    summary = Simulation(**how, deliveries=lambda packet: DELIVERED).run()
+    # Two chunks for each operation, from and to each worker and leaf.
+    assert summary.packets["sent"] == 2 * 4 * (4096 + 16)
+
+
 def test_a_wrong_sum_of_a_leaf_is_found(monkeypatch):
     class WrongSums(protocol.SwitchJob):
         def sum(self, slot, packet_number):

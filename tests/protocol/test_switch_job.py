@@ -234,6 +234,13 @@ def test_a_job_of_256_workers_counts_each_of_them():
     assert result_of(switch, handled.slot) == i32(sum(range(256)), 256)
 
 
+def test_a_contributor_of_a_large_tree_is_named_by_its_number_in_the_whole_job():
+    switch = make_switch(workers=256, names=list(range(3840, 4096)))
+    for worker in range(256):
+        handled = contribute(switch, worker, 0, worker, 1)
+    assert protocol.Header.parse(switch.frame(handled.slot)).worker == 4095
+
+
 def test_a_job_of_one_worker_is_answered_at_once():
     switch = make_switch(workers=1)
     for chunk in range(5):

@@ -194,5 +194,5 @@ class _Job:
         for stream in list(self.streams.values()):
             with contextlib.suppress(OSError):
                 control_messages.send(
-                    stream, {"type": "left", "rank": rank, "reason": "its connection was lost", "fault": None}
+                    stream, {"type": "left", "ranks": [rank], "reason": "its connection was lost", "fault": None}
                 )

@@ -475,7 +475,7 @@ def test_prometheus_parser_reads_a_jobs_series_whatever_their_labels() -> None:
     label = 'a"b\\c\nd,e="f"}'
     counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_resent"), 3)
     counters |= dict.fromkeys(metrics.PACKET_KINDS.values(), 5)
-    ranks = [{"rank": 4, "below": [5, 6], "arrivals": 7, "lag_s": 1e-9, "last": 1 << 60}]
+    ranks = [{"rank": 4, "ranks_below": 3, "arrivals": 7, "lag_s": 1e-9, "last": 1 << 60}]
     job = {"id": "00c0ffee", "name": label, "tenant": label, "joined": 2, "memory_bytes": 9, "retransmissions": 1}
     job["capacity_bytes_per_s"] = 25e6
     text = metrics.jobs_text([{**job, "counters": {**counters, "drops": {"stale": 8}}, "ranks": ranks}]).decode()
@@ -487,7 +487,7 @@ def test_prometheus_parser_reads_a_jobs_series_whatever_their_labels() -> None:
     }
     prefix = "netfold_switch_job_"
     assert found[f"{prefix}drops_total"].labels["reason"] == "stale" and found[f"{prefix}drops_total"].value == 8
-    assert found[f"{prefix}last_arrivals_total"].labels["rank"] == "4+5+6"
+    assert found[f"{prefix}last_arrivals_total"].labels["rank"] == "leaf of 4"
     assert found[f"{prefix}last_arrivals_total"].value == 1 << 60
     assert (found[f"{prefix}arrival_lag_seconds_sum"].value, found[f"{prefix}arrival_lag_seconds_count"].value) == (
         1e-9,

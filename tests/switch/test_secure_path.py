@@ -96,7 +96,6 @@ def _joins_alone(
     joined = Membership.join(
         SwitchAccess(endpoint, token_file, rank, tuple(range(size)), securities[rank]),
         job="d" * 32,
-        paths=[[0]] * size,
         timeout_s=5.0,
     )
     joined.leave("it has joined")

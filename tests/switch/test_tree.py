@@ -114,7 +114,7 @@ def test_one_rank_of_each_host_joins_whatever_the_tree(monkeypatch: pytest.Monke
         homes = [tree["left" if rank < 2 else "right"].endpoint for rank in range(6)]
         found = values(run_threads(add_with_memory, 6, homes))
         assert found == [((np.arange(50_000) * 21.0).tobytes(), (0, 2, 4))] * 6
-        tree["root"].wait_for(r"the switch of rank 2, 4 of 3 joined from " + re.escape(tree["right"].endpoint))
+        tree["root"].wait_for(r"the switch of rank 2 and 1 more of 3 joined from " + re.escape(tree["right"].endpoint))
 
 
 def test_a_job_below_one_leaf_does_not_use_the_parent() -> None:
@@ -500,7 +500,7 @@ def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dic
     [
         (lambda ready: {"window": 2 * ready["window"]}, r"start with window \d+ x \d+ bytes"),
         (lambda ready: {"payload_bytes": 8 + ready["payload_bytes"]}, r"start with window \d+ x \d+ bytes"),
-        (lambda ready: {"type": "left", "rank": 7}, "left of rank 7, which the job does not have"),
+        (lambda ready: {"type": "left", "ranks": [7, 8]}, "left of 2 ranks, and it has 1"),
     ],
     ids=["window", "payload", "left"],
 )
@@ -520,11 +520,10 @@ def test_a_parent_that_starts_more_than_was_offered_ends_the_job(
                 (me, _), (above, _) = control_messages.receive(stream)["switches"]
             with socket.create_connection(leaf.address, 10) as stream:
                 port = UdpPort(host="127.0.0.1", buffer_bytes=1 << 20)
-                join = {"version": control_messages.VERSION, "job": "j", "name": "", "rank": 0, "ranks": [0, 1]}
-                join |= {"port": port.port}
-                paths = [[me, above], [above]]
+                join = {"version": control_messages.VERSION, "job": "j", "name": "", "rank": 0, "port": port.port}
+                tree = [[me, [[0, 0]]], [above, [[0, 0, me, 1], [1, 1]]]]
                 control_messages.send(
-                    stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10}
+                    stream, {"type": "join", **join, "tree": tree, "window_bytes": 1 << 20, "timeout_s": 10}
                 )
                 admitted = control_messages.receive(stream)
                 port.connect("127.0.0.1", admitted["port"])

@@ -125,7 +125,7 @@ def test_a_group_refuses_a_switch_of_another_version_and_names_the_upgrade(
 @pytest.mark.parametrize("peer_version", OTHERS)
 def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(peer_version: int) -> None:
     with fake_switch({**ADMITTED, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
-        Membership.join(SwitchAccess(endpoint, None, 0, (0,)), job="0" * 16, paths=[[7]], timeout_s=5)
+        Membership.join(SwitchAccess(endpoint, None, 0, (0,)), job="0" * 16, timeout_s=5)
     assert str(raised.value) == refused_by_worker(endpoint, peer_version)
     with fake_switch({**ROOM, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         query_quota(endpoint, token_file=None, rank=0, timeout_s=5)

@@ -31,7 +31,6 @@ EXPLAINED: dict[str, Explanation] = {
     ),
     "profiler_asynchronous_events": Explanation("only a Work of C++ makes them"),
     "profiler_events_of_operators": Explanation(_NO_DISPATCHER, (2, 14)),
-    "reconfigure": Explanation("planned"),
     "set_timeout": Explanation("torch before 2.14 knows gloo and NCCL alone; group.set_timeout does it", (2, 14)),
 }
 

@@ -356,7 +356,7 @@ def _same(one: Event, other: Event) -> bool:
 
 def _text(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
-        values = [_text(getattr(value, each.name)) for each in fields(value) if each.name not in ("why", "paths")]
+        values = [_text(getattr(value, each.name)) for each in fields(value) if each.name not in ("why", "tree")]
         return f"{type(value).__name__}({','.join(values)})"
     if isinstance(value, tuple):
         return f"[{','.join(map(_text, value))}]"

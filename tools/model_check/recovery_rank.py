@@ -253,7 +253,7 @@ class Rank:
             self.waits -= {(arguments[0], arguments[1])}
             return machine.handle_timer(arguments[0], arguments[1])
         self.finds_tree = False
-        return machine.handle_tree(())
+        return machine.handle_tree([None] * len(machine.workers))
 
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:

@@ -1,17 +1,17 @@
 """Exhaustive search of the watch on a switch: production's `SwitchWatch`, with replies and results in every order.
 
 A state is the watch at one of its ticks. Before the next tick the open query may be answered, whichever chunk it
-names: the switch waits for no rank, for this rank, for another rank, or for both. The awaited chunk may get its result,
-with or without a next chunk behind it, or the first chunk may be called. The next tick comes after TICK_S, or after
-PAUSE_S, as when this process was stopped. A loss that this watch reports is one of those that recovery.py searches: it
-lets a rank lose its switch at any time, rightly or not.
+names: the switch waits for no rank, for this rank, for another rank, or for both, or it does not know. The awaited
+chunk may get its result, with or without a next chunk behind it, or the first chunk may be called. The next tick comes
+after TICK_S, or after PAUSE_S, as when this process was stopped. A loss that this watch reports is one of those that
+recovery.py searches: it lets a rank lose its switch at any time, rightly or not.
 
 Safety. The watch reports a loss in two cases. A query was open for ANSWER_S. Or two replies in succession said that the
 chunk waits for this rank or for no rank, and the chunk has had no result for PATH_S since the wait for it began, or
 since it last waited for another rank. A tick counts as TICK_S at most. At most one query is open. A reply about a
 chunk that has its result changes nothing.
-Bounds. Without any reply the watch reports the loss SILENT_S after the last one. While replies come within a tick and
-packets do not pass, it reports the loss CUT_S after the wait for the chunk began.
+Bounds. Without any reply the watch reports the loss SILENT_S after the last one. While replies that know come within a
+tick and packets do not pass, it reports the loss CUT_S after the wait for the chunk began.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PAUSE_S = 60.0
 SILENT_S = ALIVE_S + ANSWER_S + 2 * TICK_S
 # The timeout of the path, and, for the reply that shows it, an interval of queries and a tick.
 CUT_S = PATH_S + ALIVE_S + TICK_S
+# A longer wait for a chunk differs in nothing: replies that do not know never end it.
+_LONG_S = PATH_S + TICK_S
 REPLIES = ((), (RANK,), (OTHER,), (RANK, OTHER))
 
 # The reply, or "none"; the next chunk: same, next or idle; seconds until the tick; whether a rank has left.
@@ -85,7 +87,7 @@ class _Search(Search[_State, Event]):
         if past.about == "alive":
             replies.append(None)
         elif past.about:
-            replies += REPLIES
+            replies += [*REPLIES, None]
         chunks = ("same", "next", "idle") if past.waited_s >= 0 else ("same", "next")
         for reply in replies:
             for chunk in chunks:
@@ -106,7 +108,9 @@ class _Search(Search[_State, Event]):
 
     def text(self, event: Event) -> str:
         reply, chunk, seconds, urgent = event
-        replied = {"none": "no answer", None: "it is there", (): "waits for nobody"}.get(reply, f"waits for {reply}")
+        replied = {"none": "no answer", None: "it is there and knows no rank", (): "waits for nobody"}.get(
+            reply, f"waits for {reply}"
+        )
         return f"{replied}, {chunk} chunk, {seconds} s{', a rank left' if urgent else ''}"
 
 
@@ -119,7 +123,9 @@ def _replied(watch: Any, past: _Past, reply: Any) -> _Past:
     if past.about == "former" and watch.stragglers != missing:
         raise BrokenError("a reply about an earlier chunk is taken for the current chunk's")
     if past.about == "chunk":
-        if not reply or RANK in reply:
+        if reply is None:
+            past = past._replace(cut_s=0.0)  # the bound CUT_S rests on replies that know
+        elif not reply or RANK in reply:
             past = past._replace(bad=min(2, past.bad + 1))
         else:
             past = past._replace(bad=0, waited_s=0.0, cut_s=0.0)
@@ -138,7 +144,8 @@ def _waited(past: _Past, becomes: str) -> _Past:
         return past
     # A query that is open at a second tick: replies are slow, so the bound CUT_S, which rests on them, does not hold.
     slow = past.about and past.open_s > TICK_S
-    return past._replace(waited_s=past.waited_s + TICK_S, cut_s=0.0 if slow else past.cut_s + TICK_S)
+    waited_s = min(past.waited_s + TICK_S, _LONG_S)
+    return past._replace(waited_s=waited_s, cut_s=0.0 if slow else past.cut_s + TICK_S)
 
 
 def _checked(past: _Past, action: Query | Lost | None) -> _Past:
@@ -165,7 +172,7 @@ def _key(watch: Any, past: _Past) -> tuple[Any, ...]:
     is_awaited = watch._chunk is not None
     return (
         is_awaited,
-        now - watch._since if is_awaited else 0.0,
+        min(now - watch._since, _LONG_S) if is_awaited else 0.0,
         about,
         now - watch._asked_at if query is not None else 0.0,
         max(0.0, watch._next_ask - now),

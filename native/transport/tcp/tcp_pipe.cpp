@@ -82,7 +82,7 @@ bool TcpPipe::has_unsent() const {
 }
 
 bool TcpPipe::was_connected() const {
-  return std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.reconnects() >= 0; });
+  return std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return !rail.is_unused(); });
 }
 
 void TcpPipe::wait_to_flush(std::vector<pollfd>& fds) {

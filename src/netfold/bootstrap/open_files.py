@@ -1,4 +1,4 @@
-"""The number of files that a rank may have open: some connections and a doorbell for each other rank."""
+"""The number of files that a rank may have open: up to some connections for each other rank that it talks to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def files_needed(ranks: int) -> int:
     return _RESERVE + _A_RANK * ranks
 
 
-def allow_open_files(ranks: int) -> None:
-    """Raise this process's soft limit of open files to what a group of `ranks` ranks needs, or to the hard limit.
+def allow_open_files(count: int) -> None:
+    """Raise this process's soft limit of open files by what `count` further ones need, or to the hard limit.
 
     The default soft limit, 1024, is that of programs which use select(), whose sets end there. Nothing is lowered.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + files_needed(ranks)
+    needed = len(os.listdir("/proc/self/fd")) + count
     wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # A sandbox may forbid it: connections then name the error.

@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import netfold
@@ -91,31 +91,10 @@ def _process_token() -> str:
 
 def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
-    own_security = str(options.security)
-    no_switch = security.why_no_switch(own_security, options.switch)
-    own_switch = None if no_switch else options.switch
-    # Every rank checks the options, so that none waits for a rank 0 that gave up on them.
-    try:
-        check_words(ranks=size, switch=own_switch, algorithm=str(options.algorithm), wire=str(options.wire_dtype))
-        problem = security.why_not_secure(options)
-        if problem:
-            raise ValueError(problem)
-    except ValueError as error:
-        raise ValueError(f"{error}; {no_switch}" if no_switch else str(error)) from None
-    version = netfold.__version__
+    check_options(options, size)
     if rank == 0:
-        job = {
-            "netfold": version,
-            "name": secrets.token_hex(8),
-            "secret": secrets.token_hex(32),
-            "size": size,
-            "algorithm": options.algorithm,
-            "wire": options.wire_dtype,
-            "switch": own_switch,
-            "security": own_security,
-            "window_bytes": options.window_bytes,
-            "probe": options.probe == "on",
-        }
+        job = propose(options, size)
+        job["secret"] = secrets.token_hex(32)
         secret = security.job_secret(bytes.fromhex(str(job["secret"])), options.secret_file)
         job["check"] = security.digest_of(secret)
         store.set("job", json.dumps(job).encode())
@@ -127,25 +106,66 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             rank=0,
         ) from None
     # The exchange between ranks has no version of its own (docs/reference/versions.md).
-    if read.get("netfold") != version:
+    if read.get("netfold") != netfold.__version__:
         raise RendezvousError(
-            f"rank {rank} runs netfold {version}, rank 0 runs {read.get('netfold', 'an earlier one')}: install the "
-            "same version on every host of the job",
+            f"rank {rank} runs netfold {netfold.__version__}, rank 0 runs {read.get('netfold', 'an earlier one')}: "
+            "install the same version on every host of the job",
             rank=rank,
         )
+    job_here = accept(read, rank, size, options, bytes.fromhex(read["secret"]))
+    secret = security.job_secret(job_here.secret, options.secret_file)
+    if security.digest_of(secret) != read["check"]:
+        raise RendezvousError(
+            f"rank {rank} has another secret than rank 0: every rank needs the same NETFOLD_SECRET_FILE, or none has "
+            "one",
+            rank=rank,
+        )
+    return replace(job_here, secret=secret)
+
+
+def check_options(options: Options, size: int) -> None:
+    """ValueError for options that no group can have. Every rank checks, so that none waits for a rank 0 that gave up.
+
+    options: resolved.
+    """
+    no_switch = security.why_no_switch(str(options.security), options.switch)
+    switch = None if no_switch else options.switch
+    try:
+        check_words(ranks=size, switch=switch, algorithm=str(options.algorithm), wire=str(options.wire_dtype))
+        problem = security.why_not_secure(options)
+        if problem:
+            raise ValueError(problem)
+    except ValueError as error:
+        raise ValueError(f"{error}; {no_switch}" if no_switch else str(error)) from None
+
+
+def propose(options: Options, size: int) -> dict[str, Any]:
+    """Rank 0's choices, for `accept` on every rank."""
+    own_security = str(options.security)
+    return {
+        "netfold": netfold.__version__,
+        "name": secrets.token_hex(8),
+        "size": size,
+        "algorithm": options.algorithm,
+        "wire": options.wire_dtype,
+        "switch": None if security.why_no_switch(own_security, options.switch) else options.switch,
+        "security": own_security,
+        "window_bytes": options.window_bytes,
+        "probe": options.probe == "on",
+    }
+
+
+def accept(read: dict[str, Any], rank: int, size: int, options: Options, secret: bytes) -> Job:
+    """Compare rank 0's choices with this rank's options. RendezvousError where they do not fit."""
+    own_security = str(options.security)
+    no_switch = security.why_no_switch(own_security, options.switch)
+    own_switch = None if no_switch else options.switch
     if read["size"] != size:
         raise RendezvousError(f"rank {rank} was told of {size} ranks, rank 0 of {read['size']} (check WORLD_SIZE)")
     if read["security"] != own_security:
         raise RendezvousError(
             f"rank {rank} has NETFOLD_SECURITY={own_security}, rank 0 has NETFOLD_SECURITY={read['security']}: every "
             "rank needs the same",
-            rank=rank,
-        )
-    secret = security.job_secret(bytes.fromhex(read["secret"]), options.secret_file)
-    if security.digest_of(secret) != read["check"]:
-        raise RendezvousError(
-            f"rank {rank} has another secret than rank 0: every rank needs the same NETFOLD_SECRET_FILE, or none has "
-            "one",
             rank=rank,
         )
     # Ranks may name different switches, as long as they name as many: the first ones of all ranks are in one tree, so
@@ -168,6 +188,8 @@ class PeerAddresses:
     interfaces: Interfaces
     endpoints: list[list[tuple[str, int]]]  # by rank
     used: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # by rank and rail
+    # What each rank published: its addresses, and its host's identity. Of this rank, too.
+    published: list[tuple[list[str], str]] = field(default_factory=list)
     # Failed tries, in words, each once. Several threads may record the same one.
     failed: dict[str, None] = field(default_factory=dict)
 
@@ -193,13 +215,16 @@ class PeerAddresses:
         """This host's addresses from which it reaches a rank, by rail; empty for a rank that it has no route to."""
         if self.interfaces.named:
             return list(self.interfaces.hosts)
-        host, port = self.candidates(peer, 0)[0]
-        # Connecting a datagram socket sends nothing, and finds the route.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as found, contextlib.suppress(OSError):
-            found.connect((host, port))
-            return [found.getsockname()[0]]
-        return []
+        own = ""
+        for host, port in self.candidates(peer, 0):
+            # Connecting a datagram socket sends nothing, and finds the route.
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as found, contextlib.suppress(OSError):
+                found.connect((host, port))
+                own = found.getsockname()[0]
+                if own != host:  # else it is this host's address, too, as those of bridges often are
+                    return [own]
+        return [own] if own else []
 
     def source(self, rail: int) -> tuple[str, int] | None:
         """The address to connect from: the interface that the user named, else None for the routing table's choice."""
@@ -233,7 +258,7 @@ def connect_tree(
         if place.parent is not None:
             neighbours.add(place.parent)
             peer_addresses.endpoints[place.parent] = _parsed(place.parent, parent_at)
-            _join(group, peer_addresses, place.parent, deadline)
+            join(group, peer_addresses, place.parent, deadline)
         _await_connections(group, {(child, 0, 0) for child in place.children}, deadline)
         tree = StartTree(rank, place, _first_streams(group), deadline)
         everyone = tree.broadcast(lambda: published, "the ranks learned each other's addresses")
@@ -242,9 +267,10 @@ def connect_tree(
         StartTree(rank, place, _first_streams(group), deadline).fail(str(reason), getattr(reason, "rank", None))
         raise reason from None
     assert everyone is not None
+    peer_addresses.published = [(list(addresses), identity) for addresses, identity in everyone]
     for peer, (addresses, _) in enumerate(everyone):
         peer_addresses.endpoints[peer] = [] if peer == rank else _parsed(peer, addresses)
-    return tree, peer_addresses, _hosts([identity for _, identity in everyone])
+    return tree, peer_addresses, hosts_of([identity for _, identity in everyone])
 
 
 def connect_others(group: RegisteredGroup, peer_addresses: PeerAddresses, deadline: float) -> None:
@@ -253,13 +279,14 @@ def connect_others(group: RegisteredGroup, peer_addresses: PeerAddresses, deadli
     try:
         for peer in sorted(missing):
             if peer < group.rank:
-                _join(group, peer_addresses, peer, deadline)
+                join(group, peer_addresses, peer, deadline)
         _await_connections(group, {(peer, 0, 0) for peer in missing}, deadline)
     except BaseException as error:
         raise _explain_absence(error, group, missing, peer_addresses) from None
 
 
-def _join(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> None:
+def join(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> None:
+    """Connect to the listener of a rank of the starting group."""
     hello = Hello(JOIN, handshake.token_of(group.secret), group.rank, peer, group.size, security=group.security)
     group.add_connection((peer, 0, 0), connect(peer_addresses, hello, group.secret, deadline))
 
@@ -301,7 +328,7 @@ def _place(rank: int) -> str:
     return f"place/{rank}"
 
 
-def _hosts(identities: Sequence[str]) -> list[list[int]]:
+def hosts_of(identities: Sequence[str]) -> list[list[int]]:
     """The ranks of each host, by their hosts' identities."""
     hosts: dict[str | int, list[int]] = {}
     for rank, identity in enumerate(identities):
@@ -329,7 +356,7 @@ def _publish_places(
             refusal = {"refused": str(error), "rank": error.rank}
         _publish_refusal(store, group.size, refusal)
         raise _refused(refusal, group) from None
-    hosts = _hosts([identity for _, identity in found])
+    hosts = hosts_of([identity for _, identity in found])
     for ranks in hosts:
         for rank in ranks:
             place = place_of(rank, hosts)
@@ -351,8 +378,8 @@ def _read_place(store: Store, group: RegisteredGroup, deadline: float) -> tuple[
         raise _refused({"absent": _absent(store, group)}, group) from None
     if isinstance(read, dict):
         raise _refused(read, group)
-    place, parent_at = read
-    return Place(*(tuple(each) if isinstance(each, list) else each for each in place)), parent_at
+    (parent, leads, own_host, other_hosts, height), parent_at = read
+    return Place(parent, leads, tuple(own_host), tuple(other_hosts), height), parent_at
 
 
 def _refused(refusal: dict[str, Any], group: RegisteredGroup) -> RendezvousError:

@@ -21,13 +21,14 @@ import threading
 import time
 from typing import Any
 
+from netfold.bootstrap.open_files import allow_open_files
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 
 # How many ports are tried from the given one on: another program, often torch's store, may use the first.
 PORTS = 8
 # Connections of one store, a thread each: one a rank, and one more for each concurrent request. More are closed.
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 8192
 # All values together. An address and a job's description are below 1 KB per rank.
 MAX_BYTES = 64 << 20
 # Bound of a counter's absolute value: what control messages can carry.
@@ -69,6 +70,7 @@ class TcpStoreServer:
         self._changed = threading.Condition()
         self._closed = False
         self._connections: set[socket.socket] = set()
+        allow_open_files(MAX_CONNECTIONS)
         # A name may resolve to loopback on this host and to a network address elsewhere: then listen on all addresses.
         bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
         self._listener, self.port = _listen(bind_to, port)
@@ -89,7 +91,10 @@ class TcpStoreServer:
             try:
                 stream, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(_RETRY_S)  # out of descriptors: clients wait until some are free
+                continue
             with self._changed:
                 if self._closed or len(self._connections) >= MAX_CONNECTIONS:
                     stream.close()

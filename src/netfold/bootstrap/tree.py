@@ -91,15 +91,34 @@ class StartTree:
         """streams: a connection to each neighbour. The tree does not close them."""
         self.rank, self.place, self.streams = rank, place, streams
         self._deadline = deadline
-        self._received: dict[int, deque[Any]] = {peer: deque() for peer in streams}
+        self._received: dict[int, deque[Any]] = {}
         self._readable = select.poll()
-        self._peers = {stream.fileno(): peer for peer, stream in streams.items()}
-        for number in self._peers:
-            self._readable.register(number, select.POLLIN)
+        self._peers: dict[int, int] = {}
+        for peer, stream in streams.items():
+            self.add(peer, stream)
 
-    def all_gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, by rank. what: what the ranks do, for errors."""
-        return self._exchange(value, self.place.children, self.place.parent, what)
+    def add(self, peer: int, stream: socket.socket) -> None:
+        """A neighbour's connection, where it was made after this object."""
+        self.streams[peer] = stream
+        self._received[peer] = deque()
+        self._peers[stream.fileno()] = peer
+        self._readable.register(stream.fileno(), select.POLLIN)
+
+    def check(self, what: str) -> None:
+        """Raise the failure of a neighbour that has one, or that left. Does not wait."""
+        self._look(0, what)
+
+    def all_gather(self, value: Any, what: str, *, grace_s: float = 0.0) -> list[Any]:
+        """Every rank's value, by rank.
+
+        what: what the ranks do, for errors.
+        grace_s: added to the deadline, where a rank may need all the time to find its value.
+        """
+        self._deadline += grace_s
+        try:
+            return self._exchange(value, self.place.children, self.place.parent, what)
+        finally:
+            self._deadline -= grace_s
 
     def all_gather_on_host(self, value: Any, what: str) -> list[Any]:
         """The values of this host's ranks, in their order."""

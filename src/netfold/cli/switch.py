@@ -49,7 +49,9 @@ def switch(
         Path | None, typer.Option(help="A file that holds only this switch's token for its parent.")
     ] = None,
     max_jobs: Annotated[int, typer.Option(min=1, help="Jobs served at once.")] = 64,
-    max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
+    max_workers: Annotated[
+        int, typer.Option(min=1, max=256, help="Workers and switches of a job that may join here.")
+    ] = 256,
     memory: Annotated[str, typer.Option(help="Memory for slots of all jobs, such as 512M or 2G.")] = "1G",
     window: Annotated[str, typer.Option(help="Bytes one worker may have in flight.")] = "1M",
     threads: Annotated[

@@ -3,9 +3,10 @@
 A `Group` takes addresses and sizes. Its ranks share a mesh of authenticated connections, a choice table and, with
 NETFOLD_SWITCH, membership of jobs on switches. A `Communicator` is a Group for arrays of any kind.
 
-`startup` makes a group, `failure_report` its exceptions. `membership`, `switch_tree` and `switch_watch` are about a
-switch; `recovery`, `recovery_machine` and `recovery_plan` about its loss. `connection_manager` repairs connections and
-reports status. May import: bootstrap, tuning, profile's records, switch_protocol and the native engine.
+`startup` makes a group, over a `meeting` of its ranks, `reconfigure` the next one, `failure_report` its exceptions.
+`membership`, `switch_tree` and `switch_watch` are about a switch; `recovery`, `recovery_machine` and `recovery_plan`
+about its loss. `connection_manager` repairs connections and reports status. May import: bootstrap, tuning, profile's
+records, switch_protocol and the native engine.
 
 Always: a peer proved that it knows the job's secret before its bytes are used; all ranks hold the same table; a wait
 has a deadline; an error names the rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from netfold.bootstrap.tcp_store import process_store
 from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
+from netfold.communicator.meeting import HandleMeeting
+from netfold.communicator.reconfigure import Generations, no_group
 from netfold.options import Options
 
 
@@ -40,7 +42,7 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        store: Store,
+        store: Store | HandleMeeting,
         rank: int,
         size: int,
         *,
@@ -50,11 +52,7 @@ class Communicator(Collectives):
         store_host: str | None = None,
     ) -> None:
         """Connect to the other ranks through `store`; see `Group`."""
-        self._options = options
-        self._join_timeout_s = join_timeout_s
-        self._store_host = store_host
-        self._splits = 0
-        self.group = Group(
+        group = Group(
             store,
             rank,
             size,
@@ -63,6 +61,41 @@ class Communicator(Collectives):
             join_timeout_s=join_timeout_s,
             store_host=store_host,
         )
+        self._begin(Generations.of(group, join_timeout_s), options, timeout_s, join_timeout_s, store_host)
+
+    def _begin(
+        self,
+        generations: Generations,
+        options: Options | None,
+        timeout_s: float,
+        join_timeout_s: float,
+        store_host: str | None,
+    ) -> None:
+        self._generations = generations
+        self._options = options
+        self._timeout_s = timeout_s
+        self._join_timeout_s = join_timeout_s
+        self._store_host = store_host
+        self._splits = 0
+        self.group = generations.group or no_group(generations)
+
+    @classmethod
+    def outside(
+        cls,
+        *,
+        options: Options | None = None,
+        timeout_s: float = 1800.0,
+        join_timeout_s: float = 60.0,
+        store_host: str | None = None,
+    ) -> Communicator:
+        """Make a communicator that is in no group yet. Its `handle` lets others form a group with it: `reconfigure`.
+
+        store_host: a host that the other members are reached by, for the first interface; see `Group`.
+        """
+        communicator = cls.__new__(cls)
+        generations = Generations.outside(options, join_timeout_s, store_host)
+        communicator._begin(generations, options, timeout_s, join_timeout_s, store_host)
+        return communicator
 
     @classmethod
     def from_environment(
@@ -108,15 +141,61 @@ class Communicator(Collectives):
         if color is None:
             return None
         members = sorted((int(k), rank) for rank, (c, k) in enumerate(everyone) if c == color)
-        return Communicator(
-            PrefixStore(self.group.store, f"split/{self._splits}/{color}/"),
-            members.index((key, self.rank)),
-            len(members),
-            options=options or self._options,
-            timeout_s=self.group.timeout_s if timeout_s is None else timeout_s,
-            join_timeout_s=self._join_timeout_s,
-            store_host=self._store_host,
-        )
+
+        def join(store: Store | HandleMeeting) -> Communicator:
+            return Communicator(
+                store,
+                members.index((key, self.rank)),
+                len(members),
+                options=options or self._options,
+                timeout_s=self.group.timeout_s if timeout_s is None else timeout_s,
+                join_timeout_s=self._join_timeout_s,
+                store_host=self._store_host,
+            )
+
+        if self.group.store is not None:
+            return join(PrefixStore(self.group.store, f"split/{self._splits}/{color}/"))
+        uuid = f"split {self.group.name} {self._splits} {color}"
+        with self._generations.meeting_beside(uuid, [rank for _, rank in members]) as meeting:
+            return join(meeting)
+
+    @property
+    def handle(self) -> str:
+        """This rank's end, for `reconfigure` on any rank. Pass it on as a secret; it stays the same until `close`."""
+        return self._generations.handle
+
+    @property
+    def handles(self) -> tuple[str, ...]:
+        """The handles of the ranks of the group; of the last one, where this rank is in none now."""
+        return self._generations.handles
+
+    def reconfigure(self, uuid: int | str, handles: Collection[str], *, timeout_s: float | None = None) -> None:
+        """Leave the group, and form the one of these members, without a store. All of them call this.
+
+        uuid: names the new group; it must be new on every member's communicator, and the same on all.
+        handles: of all members, this rank's too. The rank is the place in a list; a set is sorted first.
+        timeout_s: by then all members must have called; default: join_timeout_s.
+        Operations under way fail, on the ranks of the former group that do not call, too: this rank has left it.
+        Where the group does not form, this rank is in no group, and may be called again with another uuid.
+        Cost: the start-up of a group.
+
+        Raises ValueError, with the former group untouched, for handles that can form no group: a member named twice,
+        this rank not named, another version, security or secret file. RendezvousError for a uuid that was used before,
+        for a member that died, gave up, forms another group or did not call; its `rank` is the new rank of that member.
+        """
+        try:
+            self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s)
+        finally:
+            self.group = self._generations.group or no_group(self._generations)
+
+    def shrink(self, gone: Sequence[int], *, uuid: int | str | None = None, timeout_s: float | None = None) -> None:
+        """`reconfigure` with the ranks of the group that are not `gone`, in their order. Each of them calls this.
+
+        gone: ranks of this group, or of the last one where this rank is in none now. The callers must agree on them.
+        uuid: default: one that depends on the last group and on `gone`. A second try with the same ranks needs one.
+        """
+        made, left = self._generations.survivors(gone)
+        self.reconfigure(made if uuid is None else uuid, left, timeout_s=timeout_s)
 
     def register(self, array: Any) -> Registration:
         """Keep `array`'s memory registered with the fabric, so that collectives on it, or on parts of it, need not.
@@ -129,12 +208,12 @@ class Communicator(Collectives):
 
     def close(self) -> None:
         """Leave the group without waiting for other ranks. Operations under way fail. Idempotent."""
-        self.group.close()
+        self._generations.close()
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if error is not None and self._generations.group is not None:
             self.group.abort(f"{type(error).__name__}: {error}")  # other ranks get the reason
         self.close()

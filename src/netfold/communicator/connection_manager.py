@@ -48,7 +48,7 @@ _REQUEST_RECONNECT_S = 2.0
 # A first connection that both ranks of a pair use at about the same time needs no request.
 _REQUEST_CONNECT_AFTER_S = 0.01
 # The least time to make a first connection. `reconnect_s` may be shorter: it is for connections that break.
-_CONNECT_S = 10.0
+_CONNECT_S = 30.0
 _NEVER = -1  # the number of reconnects of a connection that was not made yet
 _ANY = -2
 _IDLE_NS = 60_000_000_000
@@ -132,8 +132,8 @@ class GroupMonitor:
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
             is_up = self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets)
-            if is_up and broken[1] != _NEVER:
-                self._log_reconnected(lane, peer, rail, stream)
+            if is_up:
+                self._log_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
 
         return {"type": "reconnect", "received": broken[0]}, resume
 
@@ -174,7 +174,9 @@ class GroupMonitor:
                 if self.rank < peer:
                     # The peer had connected, and may not have noticed the break.
                     request = {"type": "request_reconnect", **about, "reconnects": reconnects}
-                    stream, reply = self.call(peer, rail, request, min(left_s, _REQUEST_RECONNECT_S))
+                    stream, reply = self.call(
+                        peer, rail, request, left_s if is_first else min(left_s, _REQUEST_RECONNECT_S)
+                    )
                     stream.close()
                     if reply["type"] == "will_reconnect":
                         # The peer may end meanwhile, so it is asked again after _REQUEST_RECONNECT_S.
@@ -186,8 +188,7 @@ class GroupMonitor:
                 else:
                     stream, reply = self.call(peer, rail, {"type": "reconnect", **about, "received": received}, left_s)
                     if reply["type"] == "reconnect":
-                        if not is_first:
-                            self._log_reconnected(lane, peer, rail, stream)
+                        self._log_connected(lane, peer, rail, stream, is_first=is_first)
                         secrets = mesh_secrets(stream)
                         fd = stream.detach()
                         self.native.reconnect(lane, peer, rail, reconnects, fd, reply["received"], secrets)
@@ -223,10 +224,15 @@ class GroupMonitor:
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
-    def _log_reconnected(self, lane: int, peer: int, rail: int, stream: Any) -> None:
+    def _log_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
+        level = logging.DEBUG if is_first else logging.WARNING
+        if not log.isEnabledFor(level):
+            return
         own, other = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
+        what = "connected with rank %d" if is_first else "the connection to rank %d was made again"
         where = f"lane {lane}, rail {rail}, {own} to {other}"
-        log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
+        failed = "".join(f"; not used: {each}" for each in list(self.peer_addresses.failed)) if is_first else ""
+        log.log(level, f"rank %d: {what} (%s)%s", self.rank, peer, where, failed)
 
     def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, Message]:
         """The status of some ranks, or why a rank does not reply. Takes a good second at most.

@@ -24,6 +24,7 @@ from netfold.communicator import connection_manager, startup
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import GroupMonitor
 from netfold.communicator.failure_report import FailureReport
+from netfold.communicator.meeting import HandleMeeting, StoreMeeting
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery import Recovery
 from netfold.communicator.startup import Connections
@@ -62,7 +63,7 @@ class Group:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | HandleMeeting,
         rank: int,
         size: int,
         *,
@@ -74,6 +75,7 @@ class Group:
     ) -> None:
         """Connect to the other ranks through `store`, then join the switches that are named, if any.
 
+        store: a store, or the ranks' meeting over handles (meeting.py).
         timeout_s: deadline of each operation that names none.
         join_timeout_s: deadline of this start-up.
         store_host: the rendezvous host, which the first interface should reach.
@@ -97,9 +99,12 @@ class Group:
         # By switch; none on a rank that did not join any.
         self.recoveries: list[Recovery] = []
         with contextlib.ExitStack() as undo:
-            connections = startup.connect_group(store, rank, size, options, store_host, deadline, undo)
+            meeting = store if isinstance(store, HandleMeeting) else StoreMeeting(store, rank, size, store_host)
+            connections = startup.connect_group(meeting, options, deadline, undo)
             listener, job = connections.agreement.listener, connections.job
-            self.store = connections.agreement.store
+            self.name = job.name
+            self.store = connections.agreement.store  # None where the ranks met over handles
+            self.endpoint, self._handles = connections.regrouping
             self.nodes = connections.memory.nodes
             self.peer_memory: Any = connections.memory.peer_memory
             self.shares_buckets = startup.is_shared(connections.memory) and options.share_buckets != "off"
@@ -415,14 +420,25 @@ class Group:
         text = f"rank {self.rank} aborted the group: {reason}"
         self._native.fail(engine.FAILURES.index("aborted"), self.rank, text)
 
-    def close(self) -> None:
-        """End the group without waiting for other ranks. Operations under way fail. Idempotent."""
+    @functools.cached_property
+    def handles(self) -> tuple[str, ...]:
+        """Of all ranks (bootstrap/handle.py). A group of some of them, and of others, can form over handles."""
+        return self._handles()
+
+    def close(self, reason: str | None = None) -> None:
+        """End the group without waiting for other ranks. Operations under way fail. Idempotent.
+
+        reason: why, for operations under way, also on other ranks; None: this rank closed the group.
+        """
         with self._close_lock:
             if self._closed:
                 return
             self._closed = True
         if self._pid != os.getpid():
             return
+        if reason is not None:
+            text = f"rank {self.rank} left the group: {reason}"
+            self._native.fail(engine.FAILURES.index("aborted"), self.rank, text, orderly=True)
         self._resources.close()
         recording.left(self._member)
 

@@ -20,13 +20,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from netfold._native.transport import DataPort
 from netfold.bootstrap.tree import StartTree
-from netfold.communicator.switch_tree import path_message, tree_of
+from netfold.communicator.switch_tree import path_message, trees_of
 from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
-from netfold.errors import SwitchError
+from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import packet_keys
 from netfold.switch_protocol.control_client import GRACE_S, ControlClient, SwitchAccess, UnreachableError, connected
 from netfold.switch_protocol.control_messages import Message, ProtocolError
@@ -36,6 +36,10 @@ from netfold.switch_protocol.data_path import PathError, open_path
 _WATCH_S = 0.2
 # Longest text from the switch that goes into the log, in characters.
 _MAX_LOG_TEXT = 600
+
+
+class _Reply(NamedTuple):
+    ranks: tuple[int, ...] | None  # that are missing; None where the switch does not know
 
 
 class Membership:
@@ -60,8 +64,8 @@ class Membership:
         self._serials = itertools.count(1)
         # Guards the fields below, and signals their changes.
         self._changed = threading.Condition()
-        # Replies by serial of open queries: ranks; None until the reply is here.
-        self._replies: dict[int, list[int] | None] = {}
+        # Replies by serial of open queries; None until the reply is here.
+        self._replies: dict[int, _Reply | None] = {}
         self._left: dict[int, tuple[str, int]] = {}  # by rank that left the switch: why, and the rank at fault
         self._given_up = False
         self._closed = False
@@ -72,14 +76,14 @@ class Membership:
         access: SwitchAccess,
         *,
         job: str,
-        paths: Sequence[Sequence[int]],
+        tree: list[Any] | None = None,
         timeout_s: float,
         endpoint: str | None = None,
     ) -> Membership:
         """Join `job` at a switch; returns when all workers have. Raises SwitchError with the reason.
 
         job: the digest that identifies the job to the switch.
-        paths: of all workers, from `agree_on_tree`.
+        tree: the switches from the joined one to the root, from `trees_of`; None where all workers join this switch.
         endpoint: of another switch than `access` names, above that.
         """
         deadline = time.monotonic() + timeout_s
@@ -88,12 +92,10 @@ class Membership:
             "job": job,
             "name": access.name,
             "rank": access.rank,
-            "ranks": list(access.workers),
+            **({"ranks": list(access.workers)} if tree is None else {"tree": tree}),
             "window_bytes": access.window_bytes,
             "timeout_s": timeout_s,
         }
-        if any(len(path) > 1 for path in paths):
-            message["paths"] = [list(path) for path in paths]
         if access.security == "encrypt":
             message["encrypt"] = True
         try:
@@ -191,7 +193,8 @@ class Membership:
                 self._changed.wait_for(
                     lambda: self._replies[serial] is not None or self._given_up or self._closed, timeout_s
                 )
-                return self._replies[serial] or []
+                reply = self._replies[serial]
+                return list(reply.ranks or ()) if reply is not None else []
         except OSError:
             return []
         finally:
@@ -220,16 +223,16 @@ class Membership:
             while True:
                 message = self._client.receive()
                 if message["type"] in ("stragglers", "alive"):
-                    ranks = [int(rank) for rank in message.get("ranks", ())]
+                    ranks = tuple(int(rank) for rank in message.get("ranks", ()))
                     with self._changed:
                         if message["serial"] in self._replies:
-                            self._replies[message["serial"]] = ranks
+                            self._replies[message["serial"]] = _Reply(None if message.get("unknown") else ranks)
                         self._changed.notify_all()
                 elif message["type"] == "left":
                     fault = message.get("fault")
                     why = str(message.get("reason", "")), fault if isinstance(fault, int) else -1
                     with self._changed:
-                        self._left[int(message["rank"])] = why
+                        self._left.update((int(rank), why) for rank in message["ranks"])
                 elif message["type"] == "refused":
                     # The lost switch may be another one of the tree.
                     reason = str(message.get("reason"))
@@ -261,9 +264,9 @@ class Membership:
             with self._changed:
                 if self._changed.wait_for(lambda: self._given_up or self._closed, _WATCH_S):
                     return
-                if open_query is not None and (ranks := self._replies[open_query[0]]) is not None:
+                if open_query is not None and (reply := self._replies[open_query[0]]) is not None:
                     del self._replies[open_query[0]]
-                    watch.answer(ranks if open_query[1].chunk is not None else None)
+                    watch.answer(reply.ranks if open_query[1].chunk is not None else None)
                     open_query = None
             bytes_per_s = capacity()
             traffic = native.traffic()
@@ -305,21 +308,33 @@ def join_for_host(access: SwitchAccess, *, job: str, tree: StartTree, deadline: 
     """
     rank, workers = access.rank, access.workers
     own = path_message(access, _left(deadline)) if rank in workers else None
-    messages = tree.all_gather(own, "its workers said which switches they are below")
-    paths = tree_of(dict(enumerate(messages)), workers, rank)
-    membership, refusal = None, ""
+    refusal = "" if own is None else str(own.get("refused", ""))
+    messages = _gathered(tree, own, "its workers said which switches they are below", refusal)
+    trees = trees_of(dict(enumerate(messages)), workers, rank)
+    membership = None
     if own is not None:
         try:
             endpoint = own["endpoints"][0]
-            membership = Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=endpoint)
+            place = trees[workers.index(rank)]
+            membership = Membership.join(access, job=job, tree=place, timeout_s=_left(deadline), endpoint=endpoint)
         except SwitchError as error:
             refusal = str(error)
-    refusals = tree.all_gather(refusal, "its workers joined the switch")
+    refusals = _gathered(tree, refusal, "its workers joined the switch", refusal)
     if any(refusals):
         if membership is not None:
             membership.leave("another worker of its group was refused")
         raise SwitchError(refusal or f"rank {rank}: {next(filter(None, refusals))}")
     return membership
+
+
+def _gathered(tree: StartTree, value: Any, what: str, refusal: str) -> list[Any]:
+    """As `StartTree.all_gather`. Where that fails, and this rank was refused, the refusal is the better reason."""
+    try:
+        return tree.all_gather(value, what, grace_s=2 * GRACE_S)
+    except RendezvousError:
+        if refusal:
+            raise SwitchError(refusal) from None
+        raise
 
 
 def _left(deadline: float) -> float:

@@ -30,6 +30,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ from netfold.communicator.connection_manager import GroupMonitor
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, FrozenState, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
-from netfold.communicator.switch_tree import path_message, tree_of
+from netfold.communicator.switch_tree import path_message, trees_of
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_client import SwitchAccess
@@ -53,6 +54,10 @@ log = logging.getLogger("netfold")
 _CALL_S = 5.0
 _RETRY_S = 0.05
 _REPORT_S = 0.5
+# Requests of a rank that are under way at once. A leader of thousands of ranks would need as many threads.
+_MAX_REQUESTS = 64
+# In a job of more than _MANY ranks, the time that the leader has for a message of each rank.
+_MANY, _REPORT_COST_S = 256, 1e-3
 # How long this rank waits, before it fails, for the other ranks to hear the reason.
 _ABORT_S = 1.0
 # Results travel in messages of up to so many bytes.
@@ -117,6 +122,9 @@ class Recovery:
         self._machine = RecoveryMachine(
             self._rank, self._workers, self, membership.generation, membership.window, rejoin_s=rejoin_s
         )
+        self._sends: deque[tuple[int, machine.Message]] = deque()  # to be sent, by rank; guarded by _send_lock
+        self._senders = 0
+        self._send_lock = threading.Lock()
         self._began: dict[int, tuple[float, str]] = {}  # by lost generation: when, and what this rank did then
         self._pid = os.getpid()
         handlers: dict[str, RequestHandler] = {
@@ -244,7 +252,7 @@ class Recovery:
         """Carry out an action. Actions that wait for another rank or for time get a thread of their own."""
         match action:
             case machine.Send():
-                self._start(lambda: self._send(action.peer, action.message))
+                self._enqueue_send(action.peer, action.message)
             case machine.ReportLoss():
                 self._start(lambda: self._report_loss(action.generation))
             case machine.Fetch():
@@ -254,7 +262,7 @@ class Recovery:
             case machine.FindTree():
                 self._start(self._find_tree)
             case machine.Join():
-                self._start(lambda: self._join(action.attempt, action.paths))
+                self._start(lambda: self._join(action.attempt, action.tree))
             case machine.GiveUp():
                 with self._lock:
                     membership = self._memberships.get(action.generation)
@@ -301,20 +309,50 @@ class Recovery:
 
     # --- the loss ---
 
-    def _send(self, peer: int, message: machine.Message) -> None:
-        reply = self._request(peer, _encoded(message))
+    def _enqueue_send(self, peer: int, message: machine.Message) -> None:
+        with self._send_lock:
+            self._sends.append((peer, message))
+            if self._senders == _MAX_REQUESTS:
+                return
+            self._senders += 1
+        self._start(self._run_sends)
+
+    def _run_sends(self) -> None:
+        while True:
+            with self._send_lock:
+                if not self._sends:
+                    self._senders -= 1
+                    return
+                peer, message = self._sends.popleft()
+            if not self._has_ended() and not self._send(peer, message):
+                # Behind the others: ranks that hang must not keep the others from being asked.
+                self._monitor.ended.wait(_RETRY_S)
+                with self._send_lock:
+                    self._sends.append((peer, message))
+
+    def _send(self, peer: int, message: machine.Message) -> bool:
+        """Send once; False where that must be repeated."""
+        reply, again = self._try(peer, self._addressed(_encoded(message)), lambda _, reply: reply)
         if reply is None:
-            return
+            return not again
         frozen = None
         if isinstance(message, machine.Freeze):
             frozen = FrozenState(reply["base"], reply["end"], unpack(reply["held"]), reply["promised"])
         self._run_event(lambda: self._machine.handle_reply(peer, message, frozen))
+        return True
 
     def _report_loss(self, generation: int) -> None:
-        """Report the loss to the leader every _REPORT_S until the plan is here. This also notices a dead leader."""
+        """Report the loss to the leader until the plan is here. This also notices a dead leader.
+
+        In a large job all ranks notice the loss at once, and the leader is busy with all of them: they take turns.
+        """
+        interval_s = _REPORT_S
+        if len(self._workers) > _MANY:
+            interval_s = max(interval_s, _REPORT_COST_S * len(self._workers))
+            self._monitor.ended.wait(self._workers.index(self._rank) % _MANY * _REPORT_COST_S)
         message = _encoded(machine.Lost(generation, self._machine.lost[generation]))
         while self._request(self._workers[0], message, wanted=lambda: self._machine.awaits_plan(generation)):
-            self._monitor.ended.wait(_REPORT_S)
+            self._monitor.ended.wait(interval_s)
 
     def _fetch(self, source: int, generation: int, chunks: Sequence[int]) -> None:
         """Get results that rank `source` kept, in batches."""
@@ -351,9 +389,8 @@ class Recovery:
             self._run_event(lambda: self._machine.handle_timer(action.what, action.attempt))
 
     def _find_tree(self) -> None:
-        paths = self._gather_tree()
-        tree = None if paths is None else tuple(map(tuple, paths))
-        self._run_event(lambda: self._machine.handle_tree(tree))
+        trees = self._gather_trees()
+        self._run_event(lambda: self._machine.handle_tree(trees))
 
     def _handle_path_to_root(self, _: int, __: Message) -> tuple[Message, None]:
         message = path_message(self._access, _QUERY_PATH_S)
@@ -361,8 +398,8 @@ class Recovery:
             self._endpoint = message["endpoints"][0]
         return message, None
 
-    def _gather_tree(self) -> list[list[int]] | None:
-        """The tree of all workers; None where there is none yet."""
+    def _gather_trees(self) -> list[list[Any] | None] | None:
+        """By worker, the `tree` of its join; None where there is no tree of all workers yet."""
         request: Message = {"type": "path_to_root"}
         own, _ = self._handle_path_to_root(self._rank, request)
         if "refused" in own:
@@ -374,25 +411,23 @@ class Recovery:
             if reply is not None:
                 replies[rank] = reply
 
-        # No thread pool: its threads would delay the end of the process.
-        threads = [self._start(partial(ask, rank)) for rank in self._workers if rank != self._rank]
-        for thread in threads:
+        for thread in self._start_all(ask, [rank for rank in self._workers if rank != self._rank]):
             thread.join()
         if len(replies) < len(self._workers):
             return None  # the group has ended
         try:
-            return tree_of(replies, self._workers, self._monitor.rank)
+            return trees_of(replies, self._workers, self._monitor.rank)
         except SwitchError as error:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)
             return None
 
-    def _join(self, attempt: int, paths: machine.Tree) -> None:
+    def _join(self, attempt: int, tree: list[Any] | None) -> None:
         try:
             assert self._endpoint is not None, "the leader asks for a path before it asks to join"
             digest = hashlib.sha256(b"%d again " % attempt + self._job).hexdigest()[:32]
-            membership = Membership.join(
-                self._access, job=digest, paths=paths, timeout_s=_JOIN_S, endpoint=self._endpoint
-            )
+            # In a large job the leader takes time to ask them all.
+            join_s = _JOIN_S + (2 * _REPORT_COST_S * len(self._workers) if len(self._workers) > _MANY else 0.0)
+            membership = Membership.join(self._access, job=digest, tree=tree, timeout_s=join_s, endpoint=self._endpoint)
         except SwitchError as error:
             why = str(error)
             return self._run_event(lambda: self._machine.handle_joined(0, 0, why))
@@ -419,23 +454,34 @@ class Recovery:
 
         None if the group ends before, or the reply is not `wanted` any more. If the rank is gone, ends the group.
         """
-        message = {**message, "type": self._type_of(message["type"])}
+        message = self._addressed(message)
         while not self._has_ended() and wanted():
-            try:
-                stream, reply = self._monitor.call(peer, 0, message, _CALL_S)
-                with stream:
-                    if reply["type"] != "ended":
-                        return read(stream, reply)
-            except RendezvousError as error:
-                self._fail("peer_lost", peer, f"rank {peer} is gone: {error}")
-            except (OSError, EOFError):
-                self._monitor.ended.wait(_RETRY_S)
-            else:
-                failure = reply["failure"]
-                fault = peer if failure is None or failure[1] in (-1, self._rank) else failure[1]
-                why = failure[2] if failure else "it closed it"
-                self._fail("peer_lost", fault, f"rank {peer} left the group: {why}")
+            found, again = self._try(peer, message, read)
+            if not again:
+                return found
+            self._monitor.ended.wait(_RETRY_S)
         return None
+
+    def _try(self, peer: int, message: Message, read: Callable[[Any, Message], Message]) -> tuple[Message | None, bool]:
+        """Ask another rank once: the reply, None where there is none; and whether to ask again."""
+        try:
+            stream, reply = self._monitor.call(peer, 0, message, _CALL_S)
+            with stream:
+                if reply["type"] != "ended":
+                    return read(stream, reply), False
+        except RendezvousError as error:
+            self._fail("peer_lost", peer, f"rank {peer} is gone: {error}")
+        except (OSError, EOFError):
+            return None, True
+        else:
+            failure = reply["failure"]
+            fault = peer if failure is None or failure[1] in (-1, self._rank) else failure[1]
+            why = failure[2] if failure else "it closed it"
+            self._fail("peer_lost", fault, f"rank {peer} left the group: {why}")
+        return None, False
+
+    def _addressed(self, message: Message) -> Message:
+        return {**message, "type": self._type_of(message["type"])}
 
     def _type_of(self, kind: str) -> str:
         """The type of a message about this switch, as distinct from the group's other switches."""
@@ -449,8 +495,9 @@ class Recovery:
         if self._machine.is_leader:
             message = {"type": self._type_of("abort"), "kind": kind, "rank": rank, "why": text[:_MAX_REASON]}
             others = [each for each in self._workers if each not in (self._rank, rank)]
-            for thread in [self._start(partial(self._send_abort, each, message)) for each in others]:
-                thread.join(_ABORT_S)
+            until = time.monotonic() + _ABORT_S + _REPORT_COST_S * len(others)
+            for thread in self._start_all(lambda each: self._send_abort(each, message), others):
+                thread.join(max(0.0, until - time.monotonic()))
         self._native.fail(_FAILURES.index(kind), rank, text)
 
     def _send_abort(self, peer: int, message: Message) -> None:
@@ -461,6 +508,21 @@ class Recovery:
         text = f"rank {peer} gave up on the group: {request['why']}"
         self._native.fail(_FAILURES.index(request["kind"]), request["rank"], text)
         return _ACK, None
+
+    def _start_all(self, work: Callable[[int], Any], ranks: Sequence[int]) -> list[threading.Thread]:
+        """Do the work for each rank, on up to _MAX_REQUESTS threads."""
+        left = deque(ranks)
+
+        def run() -> None:
+            while True:
+                try:
+                    rank = left.popleft()
+                except IndexError:
+                    return
+                work(rank)
+
+        # No thread pool: its threads would delay the end of the process.
+        return [self._start(run) for _ in range(min(len(left), _MAX_REQUESTS))]
 
     def _start(self, work: Callable[[], Any]) -> threading.Thread:
         thread = threading.Thread(target=work, name="netfold recovery", daemon=True)
@@ -488,6 +550,4 @@ def _decoded(kind: str, request: Message) -> machine.Message:
     if kind == "recover":
         fields["held"] = unpack(fields["held"])
         fields["fetches"] = tuple((source, unpack(bits)) for source, bits in fields["fetches"])
-    if kind == "rejoin":
-        fields["paths"] = tuple(map(tuple, fields["paths"]))
     return _MESSAGES[kind](**fields)

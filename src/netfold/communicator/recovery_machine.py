@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from netfold.communicator.recovery_plan import ReceiveState, ResendPlan, chunks_of, make_plan, unpack
 
@@ -30,7 +30,8 @@ from netfold.communicator.recovery_plan import ReceiveState, ResendPlan, chunks_
 JOIN_S = 20.0
 _MAX_WAIT = 16  # times rejoin_s
 
-Tree = tuple[tuple[int, ...], ...]  # the paths of all workers
+# By worker, the switches from its own to the root (switch_tree.trees_of), which the machine only passes on.
+Trees = Sequence[Any]
 
 
 # --- messages between ranks ---
@@ -79,7 +80,7 @@ class Rejoin:
     """To all: join a switch again."""
 
     attempt: int
-    paths: Tree
+    tree: Any  # the receiver's
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Join:
     """Join, as that attempt, then call `handle_joined`."""
 
     attempt: int
-    paths: Tree
+    tree: Any
 
 
 @dataclass(frozen=True)
@@ -435,7 +436,7 @@ class RecoveryMachine:
         older = sorted(self._members)
         self._members.clear()
         left = [action for generation in older for action in (GiveUp(generation), Leave(generation, "it tries again"))]
-        return [*left, Join(task.attempt, task.paths)], False
+        return [*left, Join(task.attempt, task.tree)], False
 
     def handle_joined(self, generation: int, window: int, why: str) -> list[Action]:
         """The outcome of the open `Join`. generation 0: it failed, and why."""
@@ -475,19 +476,19 @@ class RecoveryMachine:
             return [FindTree()]
         return self._end_attempt() if self._joins is not None and self._joins.number == attempt else []
 
-    def handle_tree(self, paths: Tree | None) -> list[Action]:
+    def handle_tree(self, trees: Trees | None) -> list[Action]:
         """The tree of all ranks' switches. None: there is none yet."""
         if self._search != "finds":
             return []
-        if paths is None:
+        if trees is None:
             return self._wait_again()
         self._search = "joins"
         self._attempts += 1
-        rejoin = Rejoin(self._attempts, paths)
+        rejoins = {rank: Rejoin(self._attempts, tree) for rank, tree in zip(self.workers, trees, strict=True)}
         self._joins = _Attempt(self._attempts, set(self._others))
-        sends: list[Action] = [Send(rank, rejoin) for rank in sorted(self._others)]
+        sends: list[Action] = [Send(rank, rejoins[rank]) for rank in sorted(self._others)]
         wait: list[Action] = [] if sends else [Wait(JOIN_S, "join", self._attempts)]
-        return [*sends, *wait, *self._handle_rejoin(rejoin)]
+        return [*sends, *wait, *self._handle_rejoin(rejoins[self.rank])]
 
     def _handle_rejoined(self, peer: int, message: Rejoined) -> list[Action]:
         if self._joins is None or self._joins.number != message.attempt:

@@ -9,7 +9,8 @@ some rank has not begun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -60,18 +61,19 @@ def make_plan(states: Mapping[int, ReceiveState], window: int) -> ResendPlan:
             f"a rank has the result of chunk {base + held.bit_length() - 1}; another lacks chunk {base} of a window of "
             f"{window}, or has begun none from {end} on"
         )
-    fetches = {rank: _sources(has, held & ~chunks, rank) for rank, chunks in has.items()}
+    missing = held & ~functools.reduce(int.__and__, has.values())
+    sources = {chunk: [rank for rank in sorted(has) if has[rank] >> chunk & 1] for chunk in chunks_of(missing, 0)}
+    fetches = {rank: _fetches(sources, held & ~chunks, rank) for rank, chunks in has.items()}
     return ResendPlan(base, end, held, {rank: sources for rank, sources in fetches.items() if sources})
 
 
-def _sources(has: Mapping[int, int], lacking: int, rank: int) -> dict[int, int]:
-    """By source, the chunks of `lacking` that `rank` fetches from it."""
+def _fetches(sources: Mapping[int, Sequence[int]], lacking: int, rank: int) -> dict[int, int]:
+    """By source, the chunks of `lacking` that `rank` fetches from it. sources: by chunk, the ranks that have it."""
     fetches: dict[int, int] = {}
     while lacking:
         chunk = lacking.bit_length() - 1
         lacking ^= 1 << chunk
-        sources = [other for other in sorted(has) if has[other] >> chunk & 1]
-        source = sources[(chunk + rank) % len(sources)]
+        source = sources[chunk][(chunk + rank) % len(sources[chunk])]
         fetches[source] = fetches.get(source, 0) | 1 << chunk
     return fetches
 

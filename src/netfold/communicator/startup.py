@@ -1,5 +1,5 @@
-"""The start-up of a group: from a store to a tree of connections, shared memory, a choice table, switches and a native
-group.
+"""The start-up of a group: from a meeting to a tree of connections, shared memory, a choice table, switches and a
+native group.
 
 Every rank runs the same steps in the same order. A step is a function that returns what it set up, and that registers
 in an ExitStack how to undo this. A failure in a later step, and the end of the group, run that stack.
@@ -15,20 +15,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from netfold._native import engine, protocol
+from netfold._native import engine
 from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
-from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
-from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
-from netfold.bootstrap.open_files import allow_open_files
+from netfold.bootstrap.addresses import interface_of
+from netfold.bootstrap.listener import RegisteredGroup, release_listener
+from netfold.bootstrap.open_files import allow_open_files, files_needed
+from netfold.bootstrap.probe import TableChoice
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.bootstrap.shm_discovery import Node, NodeSocket, form_node
-from netfold.bootstrap.store import Store
 from netfold.bootstrap.tree import StartTree
+from netfold.communicator.meeting import Agreement, Meeting, Mesh, Regrouping
 from netfold.communicator.membership import Membership, join_for_host
+from netfold.communicator.switch_tree import check_size
 from netfold.options import SECURITIES, Options
 from netfold.switch_protocol.control_client import SwitchAccess
-from netfold.switch_protocol.control_messages import switches_of
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
 
 # Connections between two ranks: one for collectives and one for messages, so that neither waits for the other. One more
@@ -37,25 +38,6 @@ _LANES = 2
 # How long a waiting thread polls. Data in memory comes within microseconds if its sender runs. Where ranks outnumber
 # cores, the polling thread yields, so a longer poll costs the other ranks nothing.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
-
-
-class Agreement(NamedTuple):
-    """The agreement of the ranks through the store, and the address where this rank listens."""
-
-    store: Store  # this generation's own part of it
-    job: Job
-    switches: tuple[str, ...]
-    interfaces: Interfaces
-    listener: Listener
-
-
-class Mesh(NamedTuple):
-    """The way to all other ranks."""
-
-    tree: StartTree  # over the first connections
-    peer_addresses: PeerAddresses
-    by_host: list[list[int]]
-    hosts: frozenset[str]  # the addresses of all ranks
 
 
 class Fabric(NamedTuple):
@@ -95,6 +77,7 @@ class Connections:
     agreement: Agreement
     registered_group: RegisteredGroup
     mesh: Mesh
+    regrouping: Regrouping
     fabric: Fabric
     memory: SharedMemory
     choice: ChosenTable
@@ -108,17 +91,15 @@ class Connections:
 
 
 def connect_group(
-    store: Store,
-    rank: int,
-    size: int,
+    meeting: Meeting,
     options: Options,
-    store_host: str | None,
     deadline: float,
     undo: ExitStack,
 ) -> Connections:
     """Run all steps before the native group. options: resolved. Raises ValueError, RendezvousError, SwitchError."""
-    allow_open_files(size)
-    agreement = _agree(store, rank, size, options, store_host, deadline)
+    rank, size = meeting.rank, meeting.size
+    allow_open_files(files_needed(size))
+    agreement = meeting.agree(options, deadline)
     undo.callback(release_listener, agreement.listener)
     registered_group = RegisteredGroup(
         agreement.job.secret,
@@ -138,14 +119,17 @@ def connect_group(
     if node_socket is not None:
         undo.callback(node_socket.close)
     host = "" if node_socket is None else node_socket.host
-    mesh = _connect_mesh(agreement, registered_group, options, host, deadline)
+    mesh = meeting.connect(agreement, registered_group, options, host, deadline)
+    agreement = agreement._replace(job=mesh.job)
     with _failure_told(mesh.tree):
+        # Before any rank can have formed the group, and lose it.
+        regrouping = meeting.regrouping(agreement, mesh, options, deadline)
+        undo.callback(regrouping.endpoint.release)
         over = _open_fabric(agreement, registered_group, mesh, options, deadline)
         memory = _share_memory(mesh, node_socket, options, rank, undo)
         choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
         workers = choice.table.workers(choice.topology)
-        if len(workers) > protocol.MAX_WORKERS:
-            raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
+        check_size(len(workers))
         accesses = [
             SwitchAccess(
                 endpoint=endpoint,
@@ -160,49 +144,18 @@ def connect_group(
             for endpoint in (agreement.switches if workers else ())
         ]
         memberships = _join_switches(accesses, agreement.job, mesh.tree, deadline, undo)
-    setup = (agreement, registered_group, mesh, over, memory, choice, tuple(workers), accesses, memberships)
+    setup = (agreement, registered_group, mesh, regrouping, over, memory, choice, tuple(workers), accesses, memberships)
     return Connections(rank, size, options, *setup)
 
 
 @contextmanager
 def _failure_told(tree: StartTree) -> Iterator[None]:
-    """Where this rank's start-up fails, the other ranks give up with the same reason."""
+    """Tell the other ranks why this one fails in the block, so that they give up with the same reason."""
     try:
         yield
     except BaseException as error:
         tree.fail(str(error) or type(error).__name__, getattr(error, "rank", None))
         raise
-
-
-def _agree(store: Store, rank: int, size: int, options: Options, store_host: str | None, deadline: float) -> Agreement:
-    """Claim the rank, read the job, and listen. A failure is published to the ranks that wait for this one."""
-    store = rendezvous.claim(store, rank, size, deadline)
-    try:
-        job = rendezvous.agree(store, rank, size, options, deadline)
-        interfaces = own_interfaces(options, store_host)
-        # A switch that is less secure than the job is not used.
-        switches = switches_of(None if job.no_switch else options.switch)
-        listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
-    except BaseException as error:
-        rendezvous.publish_failure(store, rank, size, str(error) or type(error).__name__)
-        raise
-    return Agreement(store, job, switches, interfaces, listener)
-
-
-def _connect_mesh(
-    agreement: Agreement, registered_group: RegisteredGroup, options: Options, host: str, deadline: float
-) -> Mesh:
-    tree, peer_addresses, by_host = rendezvous.connect_tree(
-        agreement.store,
-        registered_group,
-        agreement.listener,
-        agreement.interfaces,
-        deadline,
-        fabric=options.fabric,
-        host=host,
-    )
-    hosts = {host for endpoints in peer_addresses.endpoints for host, _ in endpoints}
-    return Mesh(tree, peer_addresses, by_host, frozenset(hosts.union(agreement.interfaces.hosts)))
 
 
 def _open_fabric(
@@ -281,7 +234,10 @@ def _choose(
         return build(links, measuring=measures and not links.switches)
 
     if not job.probe or size == 1 or is_shared(memory):
-        return ChosenTable(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
+        # Built once, since that takes each rank longer than to read it.
+        what = "rank 0 told the ranks their algorithms"
+        told = mesh.tree.broadcast(lambda: TableChoice(build(DEFAULT_LINKS), DEFAULT_LINKS).to_json(), what)
+        return ChosenTable(*TableChoice.from_json(told), topology, build, measures)
 
     def stream_to(peer: int) -> probe.ByteStream:
         return mesh.tree.streams[peer] if options.fabric is None else fabric.FabricByteStream(over.streams[0][peer])

@@ -1,7 +1,8 @@
 """The switches above each worker, and the tree that a job makes of them.
 
 Every worker asks its switch for the path to the root. All ranks gather all paths and cut them at the lowest switch that
-all of them contain. A process remembers which switches are above
+all of them contain. Of the tree, a worker tells its switch only what contributes to the switches of its own path
+(switch_protocol/job_tree.py). A process remembers which switches are above
 another: when a switch cannot be reached any more, its workers join the next one above it instead.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from netfold._native import protocol
 from netfold.errors import SwitchError
 from netfold.switch_protocol.control_client import SwitchAccess, UnreachableError, connected
 from netfold.switch_protocol.control_messages import Message
+from netfold.switch_protocol.job_tree import MAX_JOB_WORKERS, levels_by_worker
 
 log = logging.getLogger("netfold")
 
@@ -101,14 +104,49 @@ def path_message(access: SwitchAccess, timeout_s: float) -> Message:
         return {"type": "path_to_root", "refused": str(error)}
 
 
-def tree_of(messages: Mapping[int, Message], workers: Sequence[int], rank: int) -> list[list[int]]:
-    """`common_tree` of all workers' path messages, by rank. SwitchError also where one has `refused`.
+def check_size(workers: int) -> None:
+    """Raise ValueError where a job has more workers than a tree of switches takes."""
+    if workers > MAX_JOB_WORKERS:
+        raise ValueError(
+            f"switches add for at most {MAX_JOB_WORKERS} workers of a job, not {workers}: unset NETFOLD_SWITCH, or let "
+            "ranks of a host share memory (algorithm hierarchical:in_network), so that one rank of a host joins"
+        )
 
+
+def trees_of(messages: Mapping[int, Message], workers: Sequence[int], rank: int) -> list[list[Any] | None]:
+    """By worker, the `tree` of its join; None for all where all join one switch. From all workers' path messages.
+
+    messages: by rank.
     rank: this one, which an error of another rank is told by.
+    Raises SwitchError where a message has `refused`, where the paths form no tree, and for a switch to which too many
+    workers and switches would contribute.
     """
-    for worker in workers:
+    # This rank's own reason first.
+    for worker in sorted(workers, key=lambda each: each != rank):
         if "refused" in messages[worker]:
             text = str(messages[worker]["refused"])
             raise SwitchError(text if worker == rank else f"rank {rank}: {text}")
     paths = [PathToRoot(*(messages[worker][name] for name in PathToRoot._fields)) for worker in workers]
-    return common_tree(paths, workers)
+    try:
+        cut = common_tree(paths, workers)
+        trees = levels_by_worker(cut, workers)
+        _check_contributors(trees, paths)
+    except SwitchError as error:
+        raise SwitchError(f"rank {rank}: {error}") from None
+    except ValueError as error:  # the ranks asked at different times
+        raise SwitchError(f"rank {rank}: {error}: was a switch started again just now?") from None
+    return [None] * len(trees) if all(len(path) == 1 for path in cut) else list(trees)
+
+
+def _check_contributors(trees: Sequence[list[Any]], paths: Sequence[PathToRoot]) -> None:
+    checked: set[int] = set()
+    for tree, path in zip(trees, paths, strict=True):
+        for place, (switch, contributors) in enumerate(tree):
+            if switch not in checked and len(contributors) > protocol.MAX_WORKERS:
+                what = "ranks" if all(len(each) == 2 for each in contributors) else "ranks and switches"
+                raise SwitchError(
+                    f"{len(contributors)} {what} join the switch at {path.endpoints[place].partition('#')[0]}, and one "
+                    f"switch adds for at most {protocol.MAX_WORKERS}: start several switches below it (netfold switch "
+                    "--parent), and let NETFOLD_SWITCH of each rank name the one of its rack"
+                )
+            checked.add(switch)

@@ -86,7 +86,10 @@ class SwitchWatch:
         return self._asked
 
     def answer(self, missing: Sequence[int] | None) -> None:
-        """The reply to the open query. missing: ranks that the switch waits for; None for `Query(None)`."""
+        """The reply to the open query.
+
+        missing: ranks that the switch waits for; None for `Query(None)`, and where the switch does not know.
+        """
         asked, self._asked = self._asked, None
         if asked is None or missing is None or asked.chunk is None or asked.chunk != self._chunk:
             return

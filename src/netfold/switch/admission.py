@@ -17,13 +17,14 @@ from typing import Any
 
 from netfold._native import auth, fabric, protocol
 from netfold.switch.fabrics import Fabrics
-from netfold.switch.job import Job, Member, RefusedError, listed
+from netfold.switch.job import Job, Member, RefusedError
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.parent import Link, Parent
 from netfold.switch.tokens import Tenant, Tokens
-from netfold.switch.tree import Child, TreePosition, tree_position
+from netfold.switch.tree import TreePosition, position_without_tree, tree_position
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
+from netfold.switch_protocol.job_tree import Contributor, parse_levels
 
 # A job waits at most this long for its ranks, whatever timeout a worker requests.
 MAX_ASSEMBLY_S = 600.0
@@ -63,10 +64,10 @@ class Join:
     name: str  # a digest that only the job's ranks know
     label: str  # the job's name for people
     rank: int  # of the worker; of a switch: the lowest rank below it
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # of all workers, where there is no tree; else empty
     port: int | None  # the worker's UDP port; None on a fabric
     fabric: FabricAddress | None
-    paths: Any  # the tree: for each worker its switches up to the root; None for a single switch
+    tree: Any  # the levels from this switch to the root (job_tree.py), not checked; None for a single switch
     switch: object  # the id of a joining switch; None for a worker
     endpoint: str  # where a joining switch listens
     window_bytes: int | None
@@ -77,12 +78,13 @@ class Join:
     def parse(cls, message: control_messages.Message) -> Join:
         """Check the fields of `message`. Raises ProtocolError where it is no valid join."""
         name, label = message.get("job"), message.get("name", "")
-        rank, ranks, port = message.get("rank"), _ranks(message), message.get("port")
+        tree = message.get("tree")
+        rank, ranks, port = message.get("rank"), () if tree is not None else _ranks(message), message.get("port")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
             raise control_messages.ProtocolError("join without a job name")
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
             raise control_messages.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
-        if not isinstance(rank, int) or rank not in ranks:
+        if not isinstance(rank, int) or (tree is None and rank not in ranks):
             raise control_messages.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
         address = None if message.get("fabric") is None else FabricAddress.parse(message["fabric"])
         if address is None and (not isinstance(port, int) or not 0 < port < 1 << 16):
@@ -93,12 +95,12 @@ class Join:
         if not isinstance(seconds, (int, float)) or not seconds > 0:
             raise control_messages.ProtocolError(f"join with timeout_s {seconds!r}")
         endpoint = str(message.get("endpoint") or "")
-        paths, switch = message.get("paths"), message.get("switch")
+        switch = message.get("switch")
         encrypt = message.get("encrypt", False)
         if not isinstance(encrypt, bool):
             raise control_messages.ProtocolError(f"join with encrypt {str(encrypt)[:80]!r}")
         return cls(
-            name, label, rank, ranks, port, address, paths, switch, endpoint, window_bytes, float(seconds), encrypt
+            name, label, rank, ranks, port, address, tree, switch, endpoint, window_bytes, float(seconds), encrypt
         )
 
     @property
@@ -185,7 +187,7 @@ class Admission:
             self._ledger.add(job)
             opened(job)
         _check_same(job, join, tenant)
-        number, child = _child(job, join.ranks.index(join.rank), join.switch)
+        number, contributor = _contributor(job, join)
         if number in job.members:
             raise RefusedError(
                 "duplicate",
@@ -203,8 +205,8 @@ class Admission:
                 job.plane.set_worker_fabric_address(job.id, number, join.fabric.name, join.fabric.tag)
             except fabric.FabricError as error:
                 raise RefusedError("fabric", f"rank {join.rank} is nowhere on the fabric: {error}") from None
-        where = address if child.switch is None else join.endpoint or address
-        member = job.members[number] = Member(child, job.ranks_of(child), writer, where)
+        where = address if contributor.switch is None else join.endpoint or address
+        member = job.members[number] = Member(number, contributor, writer, where)
         return job, member
 
     def _open(self, join: Join, tenant: Tenant, writer: asyncio.StreamWriter) -> Job:
@@ -214,7 +216,7 @@ class Admission:
                 "the job's packets are to be encrypted, and this switch has no keys: start it with --token-file",
             )
         position = self._position(join)
-        size = len(position.children)
+        size = len(position.contributors)
         self._ledger.check_quota(tenant, size)
         limit_bytes = self._ledger.limits.window_bytes
         window_bytes = limit_bytes if join.window_bytes is None else min(join.window_bytes, limit_bytes)
@@ -270,8 +272,7 @@ class Admission:
             label=join.label,
             tenant=tenant,
             id=job_id,
-            ranks=join.ranks,
-            paths=join.paths,
+            tree=join.tree,
             position=position,
             plane=plane,
             link=None if position.parent is None or self._parent is None else Link(self._parent),
@@ -290,17 +291,14 @@ class Admission:
         )
 
     def _position(self, join: Join) -> TreePosition:
-        size, paths = len(join.ranks), join.paths
-        if paths is None:
-            return tree_position(self._incarnation, [[self._incarnation]] * size)
-        if (
-            not isinstance(paths, list)
-            or len(paths) != size
-            or not all(isinstance(path, list) and all(isinstance(each, int) for each in path) for path in paths)
-        ):
-            raise control_messages.ProtocolError("join with paths that are not a list of ids for each worker")
+        if join.tree is None:
+            return position_without_tree(join.ranks)
         try:
-            position = tree_position(self._incarnation, paths)
+            levels = parse_levels(join.tree)
+        except (TypeError, ValueError) as error:
+            raise control_messages.ProtocolError(f"join with a tree that is none: {error}") from None
+        try:
+            position = tree_position(self._incarnation, levels)
         except ValueError as error:
             raise RefusedError("tree", str(error)) from None
         if position.parent is not None and self._parent is None:
@@ -322,12 +320,14 @@ def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
         own, others = ("requires", "do not") if join.encrypt else ("does not require", "do")
         mismatch = f" {own} encrypted packets, and other ranks {others}: all ranks of a job need the same "
         mismatch += "(NETFOLD_SECURITY)"
-    elif len(job.ranks) != len(join.ranks):
-        mismatch = f" has {len(join.ranks)} ranks in its job; other ranks have {len(job.ranks)}"
-    elif job.ranks != join.ranks:
-        mismatch = f" has the ranks {listed(join.ranks)} in its job; other ranks have different ones"
-    elif job.paths != join.paths:
+    elif job.tree != join.tree:
         mismatch = " has another tree of switches than the job's other ranks"
+    elif job.tree is None and len(join.ranks) != job.position.workers:
+        mismatch = f" has {len(join.ranks)} ranks in its job; other ranks have {job.position.workers}"
+    elif job.tree is None and any(
+        each.rank != rank for each, rank in zip(job.position.contributors, join.ranks, strict=True)
+    ):
+        mismatch = f" has the ranks {', '.join(map(str, join.ranks))} in its job; other ranks have different ones"
     if mismatch:
         raise RefusedError("mismatch", f"rank {join.rank}{mismatch}")
 
@@ -359,14 +359,13 @@ def _ranks(message: control_messages.Message) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _child(job: Job, worker: int, switch: object) -> tuple[int, Child]:
-    """Return the joining child and its number at this switch.
+def _contributor(job: Job, join: Join) -> tuple[int, Contributor]:
+    """Return the joining contributor and its number at this switch.
 
-    worker: its number in the job; with `switch`, the lowest below that switch.
-    Raises RefusedError where the job's tree has no such child here.
+    Raises RefusedError where the job's tree has no such contributor here.
     """
-    for number, child in enumerate(job.position.children):
-        if child.name == worker and child.switch == switch:
-            return number, child
-    what = f"rank {job.ranks[worker]}" if switch is None else "a switch"
+    for number, each in enumerate(job.position.contributors):
+        if each.rank == join.rank and each.switch == join.switch:
+            return number, each
+    what = f"rank {join.rank}" if join.switch is None else "a switch"
     raise RefusedError("tree", f"{what} joins this switch, but the tree of its job puts it elsewhere")

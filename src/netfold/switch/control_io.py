@@ -23,7 +23,12 @@ async def read(reader: asyncio.StreamReader) -> control_messages.Message:
 
 async def send(writer: asyncio.StreamWriter, message: control_messages.Message) -> bool:
     """Send `message`; return False where the peer has not read for SEND_TIMEOUT_S, or is gone."""
-    if not send_nowait(writer, control_messages.encode(message)):
+    return await send_encoded(writer, control_messages.encode(message))
+
+
+async def send_encoded(writer: asyncio.StreamWriter, encoded: bytes) -> bool:
+    """As `send`, of encoded messages."""
+    if not send_nowait(writer, encoded):
         return False
     with contextlib.suppress(OSError, RuntimeError, *TIMEOUTS):
         await asyncio.wait_for(writer.drain(), SEND_TIMEOUT_S)

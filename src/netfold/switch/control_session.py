@@ -10,7 +10,7 @@ from netfold.switch.acceptor import Connection
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.control_io import TIMEOUTS, read, send
 from netfold.switch.echo import open_echo
-from netfold.switch.job import Job, Member, RefusedError, labelled
+from netfold.switch.job import MAX_REASON, Departure, Job, Member, RefusedError, labelled, record_left
 from netfold.switch.job_lifecycle import JobLifecycle
 from netfold.switch.ledger import Ledger
 from netfold.switch.log import event
@@ -65,7 +65,9 @@ class ControlSessions:
         elif first["type"] == "quota":
             await self._serve_quota(connection, first)
         else:
-            await self._serve_member(connection, *self._join(connection, first))
+            joined = self._join(connection, first)
+            del first  # as long as the job's tree: 30 KB for each of 256 workers
+            await self._serve_member(connection, *joined)
 
     async def _serve_quota(self, connection: Connection, message: control_messages.Message) -> None:
         """Answer what the asking tenant could have at this moment; nothing is reserved."""
@@ -105,8 +107,9 @@ class ControlSessions:
             if opened is not None and not opened.members and not opened.started:
                 self._jobs.close(opened, str(refusal))
             raise
-        what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
-        event(logging.INFO, "joined", what, **job.log_fields, rank=labelled(member.ranks), peer=connection.address)
+        what = f"job {job.name}: {member.who} of {job.position.workers} joined from {member.address}"
+        rank = labelled(member.contributor)
+        event(logging.INFO, "joined", what, **job.log_fields, rank=rank, peer=connection.address)
         connection.admitted()
         return job, member
 
@@ -124,7 +127,7 @@ class ControlSessions:
             while (message := await read(connection.reader))["type"] != "leave":
                 await self._handle(job, member, message)
             leave = message
-            reason = str(leave.get("reason", ""))[:512] or "it left"
+            reason = str(leave.get("reason", ""))[:MAX_REASON] or "it left"
         except RefusedError:
             reason = "it was refused"
             raise
@@ -140,7 +143,7 @@ class ControlSessions:
             await self._jobs.leave(job, member, reason, fault, str(leave.get("switch", "")))
 
     def _admitted(self, job: Job, member: Member) -> control_messages.Message:
-        number = job.position.children.index(member.child)
+        number = member.number
         admitted: control_messages.Message = {
             "type": "admitted",
             "version": control_messages.VERSION,
@@ -164,9 +167,8 @@ class ControlSessions:
             if "bytes_per_s" in message:
                 job.record_capacity(member, message["bytes_per_s"])
             await self._jobs.send_or_abort(member, {"type": "alive", "serial": message.get("serial")})
-        elif kind == "left" and member.child.switch is not None:
-            if message.get("rank") not in member.ranks:
-                raise control_messages.ProtocolError(f"left of rank {message.get('rank')!r}, which is not below it")
-            await self._jobs.announce_left(job, message, member)
+        elif kind == "left" and member.is_switch:
+            ranks = record_left(member.left, message, member.contributor.workers)
+            self._jobs.announce_left(job, Departure.of(ranks, message, member))
         else:
             raise control_messages.ProtocolError(f"unknown message {kind!r}")

@@ -10,12 +10,15 @@ from typing import Any
 from netfold._native.dataplane import DataPlane
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
-from netfold.switch.tree import Child, TreePosition
+from netfold.switch.tree import TreePosition
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
+from netfold.switch_protocol.job_tree import Contributor
 
 # The largest rate that a worker may report.
 MAX_BYTES_PER_S = 1e15
+# Characters of a leaving member's reason.
+MAX_REASON = 512
 
 
 class RefusedError(Exception):
@@ -33,21 +36,46 @@ class RefusedError(Exception):
 class Member:
     """A peer that joined the job: a rank, or a switch with the ranks below it."""
 
-    child: Child
-    ranks: tuple[int, ...]
+    number: int  # at this switch
+    contributor: Contributor
     writer: asyncio.StreamWriter
     address: str  # of a rank: the peer of its connection; of a switch: the endpoint where it listens
     payload_bytes: int = 0  # 0 until it is ready
     window: int | None = None  # of a switch: the most chunks that it can grant
     open_queries: int = 0  # `stragglers` queries of this member that have no reply yet
+    asked: int = 0  # `stragglers` queries of this switch to this member that have no reply yet
+    left: set[int] = field(default_factory=set)  # of a switch: ranks below it that it announced as left
+
+    @property
+    def is_switch(self) -> bool:
+        return self.contributor.switch is not None
 
     @property
     def rank(self) -> int:
-        return self.ranks[0]
+        return self.contributor.rank
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank}" if self.child.switch is None else f"the switch of rank {listed(self.ranks)}"
+        return described([self.contributor])
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Ranks that left, to be announced to the job's other members.
+
+    source: the member that is, or reported, the ranks; None for the parent.
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+    fault: int | None
+    source: Member | None
+
+    @classmethod
+    def of(cls, ranks: tuple[int, ...], left: control_messages.Message, source: Member | None) -> Departure:
+        """Of a switch's `left` message with these ranks."""
+        fault = left.get("fault")
+        return cls(ranks, str(left.get("reason", ""))[:MAX_REASON], fault if type(fault) is int else None, source)
 
 
 @dataclass
@@ -56,8 +84,7 @@ class Job:
     label: str  # its name for people
     tenant: Tenant
     id: int
-    ranks: tuple[int, ...]  # of all workers of the whole tree, by worker number
-    paths: Any  # of all workers: the switches from each to the root, as the workers sent them
+    tree: Any  # the levels from this switch to the root, as the workers sent them; None for a single switch
     position: TreePosition
     plane: DataPlane
     port: int | None  # the UDP data port; None on a fabric
@@ -75,8 +102,11 @@ class Job:
     members: dict[int, Member] = field(default_factory=dict)  # by number at this switch
     link: Link | None = None  # to the parent
     parent_task: asyncio.Task[None] | None = None  # runs the job's TreeSession
-    left: set[int] = field(default_factory=set)  # ranks that were announced as left
-    pending_queries: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)  # by serial: missing ranks
+    departures: list[Departure] = field(default_factory=list)  # that are not announced yet
+    # stragglers.py: open queries to neighbours by serial, and what was found out lately.
+    # None: the neighbour does not know.
+    pending_queries: dict[int, asyncio.Future[list[int] | None]] = field(default_factory=dict)
+    shared_queries: dict[Any, tuple[float, asyncio.Future[list[int] | None]]] = field(default_factory=dict)
     started: bool = False
     epoch: int = 0
     memory_bytes: int = 0
@@ -88,7 +118,7 @@ class Job:
     @property
     def size(self) -> int:
         """The number of members when complete: workers and switches that contribute to this switch."""
-        return len(self.position.children)
+        return len(self.position.contributors)
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -116,15 +146,12 @@ class Job:
         endpoint = {"name": self.fabric["name"], "packet_bytes": self.fabric["packet_bytes"]}
         return {"fabric": {**endpoint, "tag": self.fabric["tags"][number]}}
 
-    def ranks_of(self, child: Child) -> tuple[int, ...]:
-        return tuple(self.ranks[worker] for worker in child.workers)
-
     def record_capacity(self, member: Member, bytes_per_s: object) -> None:
         """Take the rate of this switch that `member` measured.
 
         Raises ProtocolError where `member` is not the lowest rank or `bytes_per_s` is no rate.
         """
-        if member.child.switch is not None or member.rank != min(self.ranks):
+        if member.is_switch or member.contributor.worker != 0:
             raise control_messages.ProtocolError(
                 f"bytes_per_s from {member.who}; only the job's lowest rank reports it"
             )
@@ -147,11 +174,31 @@ class Job:
         return own, packet_keys.result_key(self.result_secret, job=self.id, epoch=epoch)
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks as they stand in a sentence."""
-    return ", ".join(map(str, ranks))
+def record_left(known: set[int], message: control_messages.Message, most: int) -> tuple[int, ...]:
+    """Add the ranks of a switch's `left` message to those that it announced before, at most `most` in all.
+
+    Raises ProtocolError for a message without ranks, or with more.
+    """
+    ranks = message.get("ranks")
+    if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
+        raise control_messages.ProtocolError("left without ranks")
+    if len(known.union(ranks)) > most:
+        raise control_messages.ProtocolError(f"left of {len(known.union(ranks))} ranks, and it has {most}")
+    known.update(ranks)
+    return tuple(ranks)
 
 
-def labelled(ranks: Sequence[int]) -> str:
-    """Ranks as a field of the log: those whose values one contribution holds."""
-    return "+".join(map(str, ranks))
+def described(contributors: Sequence[Contributor]) -> str:
+    """Contributors as they stand in a sentence: the ranks, then the switches, by the lowest rank below each."""
+    ranks = [str(each.rank) for each in contributors if each.switch is None]
+    switches = [
+        f"the switch of rank {each.rank}" + (f" and {each.workers - 1} more" if each.workers > 1 else "")
+        for each in contributors
+        if each.switch is not None
+    ]
+    return ", ".join([*([f"rank {', '.join(ranks)}"] if ranks else []), *switches])
+
+
+def labelled(contributor: Contributor) -> str:
+    """A contributor as a field of the log and as a label of a metric."""
+    return str(contributor.rank) if contributor.switch is None else f"leaf of {contributor.rank}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from netfold._native import protocol
-from netfold.switch.control_io import abort, send, send_nowait
-from netfold.switch.job import Job, Member, RefusedError, labelled, listed
+from netfold.switch.control_io import abort, send, send_encoded, send_nowait
+from netfold.switch.job import Departure, Job, Member, RefusedError, described, labelled
 from netfold.switch.ledger import Ledger, retransmissions
 from netfold.switch.log import event
 from netfold.switch.stragglers import MAX_QUERIES, accept_reply, report_stragglers, requested_chunk
@@ -18,6 +18,9 @@ from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, fabric_payload, window_chunks
 
 MIN_PAYLOAD_BYTES = 512
+# Ranks that leave within this time are announced together. All ranks of a job leave at its end, and a message from each
+# of them to each of the others would be millions.
+_ANNOUNCE_S = 0.05
 # A complete leaf waits this much longer than its parent, because the parent knows better who is absent.
 _GRACE_S = 2.0
 
@@ -57,21 +60,17 @@ class JobLifecycle:
     async def _give_up(self, job: Job) -> None:
         """End a job that is not complete at its deadline, and name the absent or slow ranks."""
         # A leaf that is not ready has its own deadline and knows better who is absent below it.
-        if any(member.child.switch is not None and member.payload_bytes == 0 for member in job.members.values()):
+        if any(member.is_switch and member.payload_bytes == 0 for member in job.members.values()):
             await asyncio.sleep(_GRACE_S)
         if job.started or not self._ledger.holds(job):
             return
-        absent = [
-            rank
-            for number, child in enumerate(job.position.children)
-            if number not in job.members
-            for rank in job.ranks_of(child)
-        ]
-        slow = [rank for member in job.members.values() if member.payload_bytes == 0 for rank in member.ranks]
+        contributors = job.position.contributors
+        absent = [each for number, each in enumerate(contributors) if number not in job.members]
+        slow = [contributors[number] for number, member in sorted(job.members.items()) if member.payload_bytes == 0]
         if absent:
-            what = f"rank {listed(absent)} did not join"
+            what = f"{described(absent)} did not join"
         elif slow:
-            what = f"rank {listed(slow)} did not get a packet through"
+            what = f"{described(slow)} did not get a packet through"
         else:
             assert job.link is not None, "a job without a parent starts when all are ready"
             await asyncio.sleep(_GRACE_S)
@@ -89,7 +88,7 @@ class JobLifecycle:
             raise control_messages.ProtocolError(f"ready with payload_bytes {payload!r}")
         if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
             raise control_messages.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
-        if job.proofs and message.get("proof") != job.proofs[job.position.children.index(member.child)]:
+        if job.proofs and message.get("proof") != job.proofs[member.number]:
             raise control_messages.ProtocolError("ready without the number that its hello came back with")
         window = message.get("window")
         if window is not None and (not isinstance(window, int) or window < MIN_WINDOW_CHUNKS):
@@ -145,7 +144,7 @@ class JobLifecycle:
                 keys=job.keys(epoch),
                 parent=parent,
                 parent_keys=None if job.link is None else job.link.keys(parent_epoch),
-                names=[child.name for child in job.position.children],
+                names=[each.worker for each in job.position.contributors],
                 encrypts=job.encrypts,
             )
         except ValueError as error:
@@ -173,10 +172,10 @@ class JobLifecycle:
 
         member: the sender; None for the parent.
         """
-        if accept_reply(job, message):
-            return
         sender = member if member is not None else job.link
         assert sender is not None, "a query comes from a member or from the parent"
+        if accept_reply(job, sender, message):
+            return
         if sender.open_queries == MAX_QUERIES:
             raise control_messages.ProtocolError(f"more than {MAX_QUERIES} questions at once")
         sender.open_queries += 1
@@ -192,18 +191,30 @@ class JobLifecycle:
         if not await send(member.writer, message):
             abort(member.writer)
 
-    async def announce_left(self, job: Job, left: control_messages.Message, source: Member | None) -> None:
-        """Tell all members and the parent, except `source`, that a rank has left.
+    def announce_left(self, job: Job, departure: Departure) -> None:
+        """Tell all members and the parent, except the source, that ranks have left; after _ANNOUNCE_S."""
+        if not job.departures:
+            self.spawn(self._announce(job))
+        job.departures.append(departure)
 
-        source: the member that reported it; None for the parent.
-        """
-        job.left.add(left["rank"])
-        message = {key: left.get(key) for key in ("type", "rank", "reason", "fault")}
-        if source is not None and job.link is not None:
-            await job.link.send(message)
-        for member in list(job.members.values()):
-            if member is not source:
-                await self.send_or_abort(member, message)
+    async def _announce(self, job: Job) -> None:
+        await asyncio.sleep(_ANNOUNCE_S)
+        if not self._ledger.holds(job):
+            return
+        left, job.departures = _left_messages(job.departures), []
+        encoded = [(source, control_messages.encode(message)) for source, message in left]
+        if job.link is not None and (to_parent := b"".join(each for source, each in encoded if source is not None)):
+            await job.link.send_encoded(to_parent)
+        sources = {id(source) for source, _ in left}
+        to_all = b"".join(each for _, each in encoded)
+
+        async def tell(member: Member) -> None:
+            own = id(member) in sources
+            messages = b"".join(each for source, each in encoded if source is not member) if own else to_all
+            if messages and not await send_encoded(member.writer, messages):
+                abort(member.writer)
+
+        await asyncio.gather(*map(tell, list(job.members.values())))
 
     async def leave(self, job: Job, member: Member, reason: str, fault: int | None, gone: str) -> None:
         """End a membership: announce the rank, or end the job where it cannot go on.
@@ -211,20 +222,18 @@ class JobLifecycle:
         fault: the rank that the leaving rank blames.
         gone: the address of the switch that the leaving switch blames; "" for none.
         """
-        number = job.position.children.index(member.child)
-        if job.members.get(number) is not member:
+        if job.members.get(member.number) is not member:
             return
-        del job.members[number]
+        del job.members[member.number]
         what = f"job {job.name}: {member.who} left: {reason}"
-        event(logging.INFO, "left", what, **job.log_fields, rank=labelled(member.ranks))
+        event(logging.INFO, "left", what, **job.log_fields, rank=labelled(member.contributor))
         if not job.started:
             if self._ledger.holds(job):
                 await self.end(job, "left", f"{member.who} left before the job started: {reason}")
             return
-        if member.child.switch is None:
-            message = {"type": "left", "rank": member.rank, "reason": reason, "fault": fault}
-            await self.announce_left(job, message, member)
-        elif not job.left.issuperset(member.ranks):
+        if not member.is_switch:
+            self.announce_left(job, Departure((member.rank,), reason, fault, member))
+        elif len(member.left) < member.contributor.workers:
             # Ranks below the lost switch are still there, and no switch reduces for them any more.
             await self.end(job, "switch", reason, gone or member.address)
             return
@@ -257,7 +266,9 @@ class JobLifecycle:
         if job.timer is not None:
             job.timer.cancel()
         if job.link is not None:
-            job.link.leave({"type": "leave", "reason": reason, **more})
+            # The parent takes a switch for lost that leaves before all ranks below it have left.
+            left = [message for source, message in _left_messages(job.departures) if source is not None]
+            job.link.leave([*left, {"type": "leave", "reason": reason, **more}])
         if job.parent_task is not None and job.parent_task is not asyncio.current_task():
             job.parent_task.cancel()
         counters = self._ledger.remove(job)
@@ -283,6 +294,19 @@ class JobLifecycle:
             retransmissions=retransmissions(counters),
             dropped=sum(counters["drops"].values()),
         )
+
+
+def _left_messages(departures: Sequence[Departure]) -> list[tuple[Member | None, control_messages.Message]]:
+    """`left` messages with their sources. Ranks of one source's subtree with the same reason share a message."""
+    ranks: dict[Any, list[int]] = {}
+    sources: dict[Any, Member | None] = {}
+    for each in departures:
+        # A rank that left gets no messages any more, so it needs no message without itself.
+        reported_by = each.source if each.source is not None and each.source.is_switch else None
+        key = each.reason, each.fault, each.source is None, id(reported_by)
+        sources.setdefault(key, each.source)
+        ranks.setdefault(key, []).extend(each.ranks)
+    return [(sources[key], {"type": "left", "ranks": ranks[key], "reason": key[0], "fault": key[1]}) for key in ranks]
 
 
 def _log_start(job: Job, payload: int, window: int) -> None:

@@ -61,7 +61,9 @@ class Ledger:
             raise RefusedError("full", f"this switch is full: it serves {quota.connections} workers{_for(tenant)}")
         if size > self.limits.workers:
             raise RefusedError(
-                "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
+                "bound",
+                f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}; several switches "
+                "below this one (--parent) take more",
             )
 
     def available(self, tenant: Tenant) -> dict[str, int]:
@@ -180,8 +182,13 @@ def retransmissions(counters: dict[str, Any]) -> int:
 
 
 def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
-    children = [job.ranks_of(child) for child in job.position.children]
-    lags = zip(children, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
+    lags = zip(
+        job.position.contributors,
+        counters["arrivals"],
+        counters["arrival_lag_ns"],
+        counters["last_arrivals"],
+        strict=True,
+    )
     return {
         "id": f"{job.id:08x}",
         "name": job.label,
@@ -199,9 +206,15 @@ def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
         "retransmissions": retransmissions(counters),
         "counters": counters,
         "ranks": [
-            # A leaf is named by the lowest rank below it; `below` holds the others.
-            {"rank": ranks[0], "below": list(ranks[1:]), "arrivals": arrivals, "lag_s": lag_ns / 1e9, "last": last}
-            for ranks, arrivals, lag_ns, last in lags
+            # A switch is named by the lowest rank below it.
+            {
+                "rank": each.rank,
+                "ranks_below": 0 if each.switch is None else each.workers,
+                "arrivals": arrivals,
+                "lag_s": lag_ns / 1e9,
+                "last": last,
+            }
+            for each, arrivals, lag_ns, last in lags
         ],
     }
 

@@ -136,7 +136,7 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
         for reason, count in counters["drops"].items():
             drops.add(f'{labels},reason="{reason}"', count)
         for member in job["ranks"]:
-            rank = f'{labels},rank="{"+".join(map(str, [member["rank"], *member["below"]]))}"'
+            rank = f'{labels},rank="{"leaf of " if member["ranks_below"] else ""}{member["rank"]}"'
             lag.add(rank, member["arrivals"], "_count")
             lag.add(rank, member["lag_s"], "_sum")
             last.add(rank, member["last"])

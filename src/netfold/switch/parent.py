@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, send_nowait
+from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, send_encoded, send_nowait
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.control_messages import ReplyError
 from netfold.switch_protocol.data_path import open_path
@@ -130,6 +130,9 @@ class Stream:
     async def send(self, message: control_messages.Message) -> None:
         await send(self._writer, message)
 
+    async def send_encoded(self, encoded: bytes) -> None:
+        await send_encoded(self._writer, encoded)
+
     def send_nowait(self, message: control_messages.Message) -> None:
         send_nowait(self._writer, control_messages.encode(message))
 
@@ -152,6 +155,8 @@ class Link:
         self.ready_fields: control_messages.Message = {}  # what the data path adds to `ready`
         self.ready: tuple[int, int] | None = None  # largest payload and window that `ready` offered
         self.open_queries = 0  # `stragglers` queries of the parent that have no reply yet
+        self.asked = 0  # `stragglers` queries to the parent that have no reply yet
+        self.left: set[int] = set()  # ranks beyond this switch that the parent announced as left
         self._admitted: control_messages.Message = {}
         self._stream: Stream | None = None
 
@@ -197,8 +202,14 @@ class Link:
         if self._stream is not None:
             await self._stream.send(message)
 
-    def leave(self, message: control_messages.Message) -> None:
-        """Send `leave` and close the connection, without waiting."""
+    async def send_encoded(self, encoded: bytes) -> None:
+        """As `send`, of encoded messages; all of them are queued before this waits."""
         if self._stream is not None:
-            self._stream.send_nowait(message)
+            await self._stream.send_encoded(encoded)
+
+    def leave(self, messages: Sequence[control_messages.Message]) -> None:
+        """Send the last messages and close the connection, without waiting."""
+        if self._stream is not None:
+            for message in messages:
+                self._stream.send_nowait(message)
             self._stream.close()

@@ -6,8 +6,8 @@ import asyncio
 
 from netfold.switch.job import RefusedError
 from netfold.switch.parent import Parent, ParentError
-from netfold.switch.tree import MAX_DEPTH
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.job_tree import MAX_DEPTH
 
 
 class RootPath:

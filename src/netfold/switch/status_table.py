@@ -105,4 +105,4 @@ def _latest(job: dict[str, Any], earlier: dict[str, Any] | None) -> str:
 
 
 def _who(each: dict[str, Any]) -> str:
-    return f"leaf of {each['rank']}" if each["below"] else str(each["rank"])
+    return f"leaf of {each['rank']}" if each["ranks_below"] else str(each["rank"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from netfold.switch.job import Job
+from netfold.switch.job import Departure, Job, record_left
 from netfold.switch.job_lifecycle import JobLifecycle
 from netfold.switch.parent import Link, ParentError
 from netfold.switch_protocol import control_messages
@@ -45,13 +45,11 @@ class TreeSession:
     async def _join(self) -> None:
         job, incarnation = self._job, self._jobs.incarnation
         timeout_s = max(0.1, job.created + job.deadline - time.monotonic())
-        lowest = min(worker for worker, path in enumerate(job.paths) if incarnation in path)
         join = {
             "job": job.name,
             "name": job.label,
-            "rank": job.ranks[lowest],
-            "ranks": list(job.ranks),
-            "paths": job.paths,
+            "rank": job.position.contributors[0].rank,
+            "tree": job.tree[1:],
             "switch": incarnation,
             "window_bytes": job.window_bytes,
             "timeout_s": timeout_s,
@@ -74,11 +72,8 @@ class TreeSession:
                 raise control_messages.ProtocolError(f"start with window {window} x {payload_bytes} bytes")
             await self._jobs.begin(job, payload_bytes, window, int(message["epoch"]))
         elif kind == "left":
-            if message.get("rank") not in job.ranks:
-                raise control_messages.ProtocolError(
-                    f"left of rank {message.get('rank')!r}, which the job does not have"
-                )
-            await self._jobs.announce_left(job, message, None)
+            elsewhere = job.position.workers - sum(each.workers for each in job.position.contributors)
+            self._jobs.announce_left(job, Departure.of(record_left(link.left, message, elsewhere), message, None))
         elif kind == "stragglers":
             self._jobs.handle_stragglers(job, None, message)
         else:

@@ -18,11 +18,11 @@ changes.
     worker -> switch   join      version, job, name, rank, ranks, port, window_bytes, timeout_s
                                  (job: a digest; name: for logs and metrics; ranks: of all workers, in worker order;
                                  port: the UDP port that this worker's packets will come from)
+                                 tree                        (instead of ranks, where not all join this switch: the
+                                                              levels from this switch to the root: job_tree.py)
                                  fabric                      (provider, name, tag: instead of the port, for packets
                                                               over a fabric; tag: of packets to this worker)
                                  encrypt                     (true: packets with values are to be encrypted)
-                                 paths                       (by worker: ids of the switches from its own to the root;
-                                                              left out where all join this one)
     switch -> worker   admitted  version, job_id, incarnation, worker, nonce, port   (send hello packets to that UDP
                                                                port as that worker)
                                  fabric                      (name, tag, packet_bytes: instead of the port)
@@ -40,8 +40,10 @@ changes.
                                  bytes_per_s                 (of tensor, through this switch, as the job's lowest rank
                                                               knows it: shown, and used for nothing)
     switch -> worker   stragglers  ranks, serial
+                                 unknown                     (true: no rank was found, and a switch of the tree did not
+                                                              answer)
                        alive     serial
-                       left      rank, reason, fault                        (a rank's connection ended)
+                       left      ranks, reason, fault                       (the connections of these ranks ended)
     worker -> switch   leave     reason, fault                              (the rank at fault, as far as known)
 
 `path`, `quota` and `join` carry a token where the switch wants one, inside TLS only. After a path or a quota the
@@ -50,7 +52,7 @@ A switch's id is its incarnation. A leaf is a worker of its parent, with further
 
     leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
                        ready     window                      (the most chunks that it can grant)
-                       left      rank, reason, fault         (a rank below it)
+                       left      ranks, reason, fault        (ranks below it)
                        leave     switch                      (the address of a lost switch, if that is the reason)
     parent -> leaf     stragglers  chunk, serial               (both sides may query)
     leaf -> parent     stragglers  ranks, serial
@@ -73,7 +75,7 @@ import msgpack
 import netfold
 
 # Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md.
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 16
 # Most switches that a group uses side by side.
 MAX_SWITCHES = 8

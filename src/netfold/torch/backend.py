@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from netfold.communicator import CollectiveTimeout, Group, PeerLost
+from netfold.communicator.reconfigure import Generations
+from netfold.torch import backend_rank
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.operations import Operations, operations_of
+from netfold.torch.work import CompletedWork
 
 
 class NetfoldBackend(Operations, _c10d.Backend):
@@ -33,17 +36,24 @@ class NetfoldBackend(Operations, _c10d.Backend):
         group: Group,
         part: Store,
         device_api: DeviceApi | None = None,
-        join: Callable[[Store, Sequence[int], timedelta], NetfoldBackend] | None = None,
+        join: Callable[[Store, Sequence[int], timedelta, Group], NetfoldBackend] | None = None,
+        generations: Generations | None = None,
+        *,
+        stays_after_abort: bool = False,
     ) -> None:
         """Make the backend of an open group.
 
         part: a store whose keys no other group uses.
         device_api: the devices that the group serves beside the CPU.
-        join: `join(store, ranks, timeout)` makes the backend of a subgroup of `ranks`.
+        join: `join(store, ranks, timeout, group)` makes the backend of a subgroup of `ranks` of the group of now.
+        generations: leaves the group and forms the next; None: there is no next. Owned by this object.
+        stays_after_abort: whether `reconfigure` is possible after `abort`.
         """
         _c10d.Backend.__init__(self, group.rank, group.size)
         self.attach(group, part, device_api)
-        self._join = join
+        self._part, self._device_api, self._join = part, device_api, join
+        self.generations = generations
+        self._stays_after_abort = stays_after_abort
 
     @property
     def options(self) -> Any:
@@ -65,10 +75,76 @@ class NetfoldBackend(Operations, _c10d.Backend):
         """
         assert self._join is not None
         timeout = opts._timeout if opts is not None else timedelta(seconds=self.netfold.timeout_s)
-        return self._join(store, ranks, timeout)
+        return self._join(store, ranks, timeout, self.netfold)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: torch calls this on ranks outside of the new group, and only members take part."""
+
+    # --- the next group over handles: communicator/reconfigure.py ----------------------------------------------------
+
+    def get_reconfigure_handle(self) -> str:
+        """This rank's handle. It stays the same until `shutdown`."""
+        if self.generations is None:
+            raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
+        return self.generations.handle
+
+    def reconfigure(self, opts: Any) -> CompletedWork:
+        """Leave the group, and form the one of `opts.handles`; see `Communicator.reconfigure`.
+
+        Returns when the group is formed.
+        opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. No hint is known.
+        """
+        if self.generations is None:
+            raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
+        timeout_s = None if opts.timeout is None else opts.timeout.total_seconds()
+        former, group_timeout_s = self.netfold, self.netfold.timeout_s
+        try:
+            group = self.generations.reconfigure(str(opts.uuid), opts.handles, group_timeout_s, timeout_s)
+        finally:
+            if self.generations.group is not former:
+                self._end_group("the group was reconfigured")
+        self.attach(group, PrefixStore(f"reconfigure/{group.name}", self._part), self._device_api)
+        backend_rank.set_rank(self, group.rank, group.size)
+        return CompletedWork([])
+
+    def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> NetfoldBackend:
+        """Form the group of all other ranks; see `Communicator.shrink`.
+
+        This group ends, whatever the flags are. Returns the backend of the new one.
+        """
+        if self.generations is None:
+            raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
+        generations, timeout_s = self.generations, self.netfold.timeout_s
+        job_ranks = [rank for place, rank in enumerate(self.netfold.job_ranks) if place not in ranks_to_exclude]
+        if opts_override is not None:
+            timeout_s = opts_override._timeout.total_seconds()
+        uuid, left = generations.survivors(ranks_to_exclude)
+        group = generations.reconfigure(uuid, left, timeout_s)
+        group.job_ranks = job_ranks
+        self.generations = None  # the new backend's from here on
+        self._end_group("the group was shrunk")
+        part = PrefixStore(f"shrink/{group.name}", self._part)
+        return NetfoldBackend(
+            group, part, self._device_api, self._join, generations, stays_after_abort=self._stays_after_abort
+        )
+
+    def abort(self) -> None:
+        if not self._stays_after_abort:
+            super().abort()
+            return
+        self.netfold.abort("abort() was called")
+        self._end_group("abort() was called")
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.generations is not None:
+            self.generations.close()
+
+    def _end_group(self, why: str) -> None:
+        """End the group of now, and all that serves it."""
+        if self.devices is not None:
+            self.devices.close(why, failed=True)
+        Operations.shutdown(self)
 
     # --- properties that torch reads -------------------------------------------------------------------------------
 
@@ -84,11 +160,11 @@ class NetfoldBackend(Operations, _c10d.Backend):
 
     @property
     def supports_shrinking(self) -> bool:
-        return False
+        return self.generations is not None
 
     @property
     def supports_reconfigure(self) -> bool:
-        return False
+        return self.generations is not None and backend_rank.is_possible()
 
     @property
     def supports_window(self) -> bool:
@@ -140,3 +216,30 @@ def patch_split_group() -> None:
 
     for module in (dist, distributed_c10d):
         module.split_group = split_group
+
+
+@functools.cache
+def patch_shrink_group() -> None:
+    """Have `shrink_group` give the new group netfold's own backend type and devices. Idempotent.
+
+    torch registers every shrunk backend of CPU tensors as gloo's, and DDP then reads it as a ProcessGroupGloo.
+    """
+    module: Any = distributed_c10d
+    original = getattr(module, "shrink_group", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def shrink_group(*args: Any, **options: Any) -> Any:
+        shrunk = original(*args, **options)
+        backend: Any = operations_of(shrunk)
+        if backend is not None:
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            device_api = backend.devices.device_api if backend.devices is not None else None
+            for kind in ("cpu",) if device_api is None else ("cpu", device_api.kind):
+                shrunk._register_backend(torch.device(kind), custom, backend)
+            shrunk._set_default_backend(custom)
+        return shrunk
+
+    for module in (dist, distributed_c10d):
+        module.shrink_group = shrink_group

@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group, Options
+from netfold.communicator.reconfigure import Generations, outside_group
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.env_rendezvous import store_host
@@ -52,7 +53,15 @@ def create(options: Any, pg_options: Any) -> Any:
     part = store_for_group(options.store, options.global_ranks_in_group)
     # For the default group torch's list is empty.
     job_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return _backend(part, options.group_rank, options.group_size, options.timeout, pg_options, job_ranks)
+    return _backend(
+        part,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        pg_options,
+        job_ranks,
+        enable_reconfigure=getattr(options, "enable_reconfigure", False),
+    )
 
 
 def standalone(
@@ -72,7 +81,7 @@ def standalone(
             make_process_group(open_group(part, rank, size, timeout, options), store, part, cuda_api())
         )
     # torchft drops a group without calling shutdown().
-    weakref.finalize(group, _close_in_thread, operations.netfold).atexit = False
+    weakref.finalize(group, _close_in_thread, operations.generations or operations.netfold).atexit = False
     return group, operations
 
 
@@ -123,22 +132,41 @@ def store_for_group(store: Store, members: Sequence[int]) -> Store:
 
 
 def _backend(
-    part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int]
+    part: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Options | None,
+    job_ranks: Sequence[int],
+    *,
+    enable_reconfigure: bool = False,
 ) -> Any:
-    from netfold.torch.backend import NetfoldBackend, patch_split_group
+    """enable_reconfigure: as torch's; the backend is in no group until `reconfigure`, and nobody is waited for."""
+    from netfold.torch.backend import NetfoldBackend, patch_shrink_group, patch_split_group
     from netfold.torch.forwarding import forward_work_methods
 
     forward_work_methods()
     patch_split_group()
-    group = open_group(part, rank, size, timeout, options, job_ranks)
+    patch_shrink_group()
+    join_timeout_s = min(timeout.total_seconds(), _join_timeout_s())
+    if enable_reconfigure:
+        _skip_netfold()
+        generations = Generations.outside(options, join_timeout_s, store_host())
+        group = outside_group(generations, rank, size, timeout.total_seconds())
+    else:
+        group = open_group(part, rank, size, timeout, options, job_ranks)
+        generations = Generations.of(group, join_timeout_s)
 
-    def join(store: Store, ranks: Sequence[int], child_timeout: timedelta) -> NetfoldBackend:
+    def join(store: Store, ranks: Sequence[int], child_timeout: timedelta, parent: Group) -> NetfoldBackend:
         child_store = PrefixStore("netfold", store)
-        members = [job_ranks[each] for each in ranks] if job_ranks else ()
-        child: NetfoldBackend = _backend(child_store, ranks.index(rank), len(ranks), child_timeout, options, members)
+        members = [parent.job_ranks[each] for each in ranks] if parent.job_ranks else ()
+        place = ranks.index(parent.rank)
+        child: NetfoldBackend = _backend(child_store, place, len(ranks), child_timeout, options, members)
         return child
 
-    backend = close_at_exit(NetfoldBackend(group, part, cuda_api(), join))
+    backend = close_at_exit(
+        NetfoldBackend(group, part, cuda_api(), join, generations, stays_after_abort=enable_reconfigure)
+    )
     if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
         _kept_alive.append(backend)
     return backend
@@ -187,7 +215,7 @@ def _devices(operations: Operations) -> list[torch.device]:
     return [torch.device(kind) for kind in (("cpu",) if device_api is None else ("cpu", device_api.kind))]
 
 
-def _close_in_thread(group: Group) -> None:
+def _close_in_thread(group: Group | Generations) -> None:
     """Close on a new thread: the garbage collector may run in a thread that holds any locks."""
     threading.Thread(target=group.close, name="netfold-close", daemon=True).start()
 
@@ -210,6 +238,6 @@ def _close_all() -> None:
             operations.netfold.abort(f"{type(error).__name__}: {error}")
         if operations.devices is not None:
             operations.devices.close("its process ends")
-        operations.netfold.close()
+        (operations.generations or operations.netfold).close()
         if operations.devices is not None:
             operations.devices.join()

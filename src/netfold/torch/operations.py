@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Store
 from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, KINDS, Region
+from netfold.communicator.reconfigure import Generations
 from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copy_call
@@ -48,6 +49,9 @@ engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 
 class Operations:
     """The operations of one group on this rank; `netfold` is its `netfold.communicator.Group`."""
+
+    # Leaves the group and forms the next; None where there is no next.
+    generations: Generations | None = None
 
     def attach(self, group: Group, part: Store, device_api: DeviceApi | None = None) -> None:
         """Take over an open group. The inheriting class calls this once, from its constructor.

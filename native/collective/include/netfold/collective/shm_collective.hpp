@@ -131,9 +131,10 @@ class ShmCollective : public Algorithm {
   };
   // The time between two checks whether awaited ranks are still there.
   static constexpr std::int64_t kCheckNs = 1'000'000;
-  // The end of an awaited rank shows by its connection, which is made after a wait of this time; a next rank's after as
-  // long again. Most waits are shorter, and a node's ranks need no connections among one another.
-  static constexpr std::int64_t kConnectNs = 50'000'000;
+  // The end of an awaited rank shows by its connection. Most waits are too short to need one. After kConnectNs a rank
+  // looks at the rank behind it, then at the next two, four, and so on: one rank that sees the end tells all others in
+  // memory, so they need no connections of their own.
+  static constexpr std::int64_t kConnectNs = 100'000'000;
 
   Reference reference(int position, std::size_t number) const;
   bool post();
@@ -141,8 +142,7 @@ class ShmCollective : public Algorithm {
   void read_post(int position);
   void compare(int position);
   bool is_awaited(int position) const;
-  // connects: may use the connection to one awaited rank that has none yet.
-  void find_lost(bool connects);
+  void find_lost();
   // Fails with the reason that a rank left in its segment.
   void read_failure(int position);
 
@@ -153,7 +153,8 @@ class ShmCollective : public Algorithm {
   std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
   std::int64_t next_check_ns_ = 0;
   std::int64_t connect_ns_ = -1;
-  bool awaits_unconnected_ = false;
+  bool awaits_unwatched_ = false;
+  int watched_ = 0;  // how many of the ranks behind this one are looked at
   bool check_due_ = false;
 };
 

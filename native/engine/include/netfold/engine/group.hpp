@@ -118,7 +118,7 @@ class Group {
   // 2 on the fallback meshes. `reconnects`: how often the caller knows the connection to have been reconnected.
   struct Broken {
     std::uint64_t received = 0;  // bytes
-    int reconnects = 0;  // -1: it was never connected
+    int reconnects = 0;          // -1: it was never connected
   };
   // The state of a broken connection; nullopt: it is not broken.
   std::optional<Broken> broken(int lane, int peer, int rail);

@@ -70,7 +70,7 @@ struct JobConfig {
   std::uint32_t job = 0;
   std::uint32_t epoch = 0;
   std::uint32_t incarnation = 0;
-  std::uint16_t workers = 0;        // 1..kMaxWorkers
+  std::uint16_t workers = 0;        // contributors: workers and switches, 1..kMaxWorkers; a tree has more in all
   std::uint32_t window = 0;         // W: chunks that a worker may have in flight
   std::uint32_t payload_bytes = 0;  // of every packet; a multiple of 8, up to kMaxPayloadBytes
   std::optional<ParentLink> parent = std::nullopt;

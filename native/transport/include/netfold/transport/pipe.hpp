@@ -54,7 +54,7 @@ class Pipe {
   // Whether sent bytes may need further calls, as with a provider that moves data only while it is polled. Then call
   // `flush` until it returns true.
   virtual bool needs_progress() const { return false; }
-  // Whether there is or was a connection. A pipe without one makes it when it is used: by `send`, `receive`, `hung_up`.
+  // Whether there is or was a connection, or the attempt to make one. A pipe without one makes it when it is used: by `send`, `receive`, `hung_up`.
   virtual bool was_connected() const { return true; }
   // Whether bytes that were taken from the caller have not left this process; closing the pipe would lose them.
   virtual bool has_unsent() const { return false; }

@@ -51,6 +51,8 @@ class ResumableSocket {
   std::size_t unconfirmed() const;
 
   bool is_broken() const { return state_ == State::broken; }
+  // Whether no connection has been made, nor given up.
+  bool is_unused() const { return is_broken() && reconnects_ < 0; }
   // How many times this connection got a new socket; -1: it never had one. Both ends count alike, so a message about
   // one socket is not applied to the next.
   int reconnects() const { return reconnects_; }

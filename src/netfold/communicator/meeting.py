@@ -1,0 +1,166 @@
+"""The ways in which the ranks of a new group find each other: a store, or handles that each of them was given.
+
+Start-up (startup.py) is called with a meeting. The meeting agrees on the job and listens (`agree`), connects this rank
+to its neighbours in the start-up tree (`connect`), and makes the endpoint by which a later group forms (`regrouping`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from netfold.bootstrap import handle, regroup, rendezvous
+from netfold.bootstrap.addresses import Interfaces, own_interfaces
+from netfold.bootstrap.endpoint import Endpoint
+from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener
+from netfold.bootstrap.regroup import Proposal
+from netfold.bootstrap.rendezvous import Job, PeerAddresses
+from netfold.bootstrap.store import Store
+from netfold.bootstrap.tree import StartTree
+from netfold.options import Options
+from netfold.switch_protocol.control_messages import switches_of
+
+
+class Agreement(NamedTuple):
+    """The knowledge of this rank before it connects, and the address where it listens."""
+
+    store: Store | None  # this generation's own part of it; None where the ranks met over handles
+    job: Job
+    switches: tuple[str, ...]
+    interfaces: Interfaces
+    listener: Listener
+
+
+class Mesh(NamedTuple):
+    """The way to all other ranks."""
+
+    tree: StartTree  # over the first connections
+    peer_addresses: PeerAddresses
+    by_host: list[list[int]]
+    hosts: frozenset[str]  # the addresses of all ranks
+    job: Job  # as rank 0 has it
+
+
+class Regrouping(NamedTuple):
+    """The means of a later group."""
+
+    endpoint: Endpoint
+    handles: Callable[[], tuple[str, ...]]  # of all ranks
+
+
+class Meeting(Protocol):
+    rank: int
+    size: int
+
+    def agree(self, options: Options, deadline: float) -> Agreement:
+        """Acquires a listener, which the caller releases. options: resolved."""
+        ...
+
+    def connect(
+        self, agreement: Agreement, group: RegisteredGroup, options: Options, host: str, deadline: float
+    ) -> Mesh:
+        """group: registered at the listener. host: as in `Handle`."""
+        ...
+
+    def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
+        """The caller owns the endpoint."""
+        ...
+
+
+class StoreMeeting:
+    """The ranks publish their addresses in a store."""
+
+    def __init__(self, store: Store, rank: int, size: int, store_host: str | None) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._store_host = store, store_host
+
+    def agree(self, options: Options, deadline: float) -> Agreement:
+        """Claim the rank, read the job, and listen. A failure is published to the ranks that wait for this one."""
+        rank, size = self.rank, self.size
+        store = rendezvous.claim(self._store, rank, size, deadline)
+        try:
+            job = rendezvous.agree(store, rank, size, options, deadline)
+            interfaces = own_interfaces(options, self._store_host)
+            listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
+        except BaseException as error:
+            rendezvous.publish_failure(store, rank, size, str(error) or type(error).__name__)
+            raise
+        return Agreement(store, job, _switches(job, options), interfaces, listener)
+
+    def connect(
+        self, agreement: Agreement, group: RegisteredGroup, options: Options, host: str, deadline: float
+    ) -> Mesh:
+        assert agreement.store is not None
+        interfaces = agreement.interfaces
+        tree, peer_addresses, by_host = rendezvous.connect_tree(
+            agreement.store,
+            group,
+            agreement.listener,
+            interfaces,
+            deadline,
+            fabric=options.fabric,
+            host=host,
+        )
+        return Mesh(tree, peer_addresses, by_host, _hosts(peer_addresses, interfaces), agreement.job)
+
+    def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
+        return _first_endpoint(self.rank, agreement, mesh, options, deadline)
+
+
+class HandleMeeting:
+    """The members have each other's handles. See regroup.py."""
+
+    def __init__(self, proposal: Proposal, endpoint: Endpoint, *, keeps_endpoint: bool) -> None:
+        """keeps_endpoint: the new group takes the place of the endpoint's last one; else it is a group beside it."""
+        self.rank, self.size = proposal.rank, len(proposal.members)
+        self._proposal, self._endpoint, self._keeps_endpoint = proposal, endpoint, keeps_endpoint
+
+    def agree(self, options: Options, deadline: float) -> Agreement:
+        proposal, interfaces = self._proposal, self._endpoint.interfaces
+        rendezvous.check_options(options, self.size)
+        own = rendezvous.propose(options, self.size)
+        # Until rank 0's is known.
+        job = rendezvous.accept(own, self.rank, self.size, options, proposal.secret)
+        listener = acquire_listener(self.rank, interfaces.hosts, options.port_range(), deadline)
+        return Agreement(None, job, _switches(job, options), interfaces, listener)
+
+    def connect(
+        self, agreement: Agreement, group: RegisteredGroup, options: Options, host: str, deadline: float
+    ) -> Mesh:
+        tree, peer_addresses, by_host, job = regroup.connect_members(
+            self._proposal, self._endpoint, group, options, deadline
+        )
+        return Mesh(tree, peer_addresses, by_host, _hosts(peer_addresses, agreement.interfaces), job)
+
+    def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
+        if not self._keeps_endpoint:
+            return _first_endpoint(self.rank, agreement, mesh, options, deadline)
+        handles = self._proposal.handles
+        return Regrouping(self._endpoint.retain(), lambda: handles)
+
+
+def _switches(job: Job, options: Options) -> tuple[str, ...]:
+    # A switch that is less secure than the job is not used.
+    return switches_of(None if job.no_switch else options.switch)
+
+
+def _hosts(peer_addresses: PeerAddresses, interfaces: Interfaces) -> frozenset[str]:
+    hosts = {host for endpoints in peer_addresses.endpoints for host, _ in endpoints}
+    return frozenset(hosts.union(interfaces.hosts))
+
+
+def _first_endpoint(rank: int, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
+    """An endpoint for a rank that has none: every rank derives the handles of all from the group's secret."""
+    secret, security = agreement.job.secret, agreement.job.security
+    published, interfaces = mesh.peer_addresses.published, agreement.interfaces
+
+    def handle_of(peer: int) -> handle.Handle:
+        addresses, host = published[peer]
+        return handle.of_rank(
+            secret, peer, addresses, host, rails=interfaces.rails, security_level=security, options=options
+        )
+
+    own = handle_of(rank)
+    listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
+    endpoint = Endpoint(own, listener, interfaces)
+    return Regrouping(endpoint, lambda: tuple(handle_of(peer).text for peer in range(len(published))))

@@ -1,0 +1,195 @@
+"""One rank's end through all of its groups: leave one, and form the next over handles, without a store.
+
+    handle       names this rank's end to others. It stays the same for all groups (bootstrap/handle.py)
+    reconfigure  every member calls it with the same uuid and the same handles, and they are the next group
+    shrink       the same, with the handles of those who are left, which each rank knows from the start
+
+A uuid is used once. The group that was ends first: its operations under way fail, also where the next group does not
+form. Then this rank is in no group, and may be called again with another uuid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, cast
+
+from netfold.bootstrap import handle, regroup, rendezvous
+from netfold.bootstrap.addresses import own_interfaces
+from netfold.bootstrap.endpoint import Endpoint
+from netfold.bootstrap.listener import acquire_listener
+from netfold.bootstrap.regroup import Proposal
+from netfold.bootstrap.shm_discovery import host_identity
+from netfold.communicator.group import Group
+from netfold.communicator.meeting import HandleMeeting
+from netfold.errors import GroupAborted
+from netfold.options import Options
+from netfold.switch_protocol.control_messages import format_endpoint
+
+
+class Generations:
+    """The groups of one rank, one after the other. Owns the endpoint and the group of now, until `close`."""
+
+    def __init__(self, group: Group | None, endpoint: Endpoint, options: Options | None, join_timeout_s: float) -> None:
+        """group: None for a rank that is in no group yet. endpoint: one reference, which this object releases."""
+        self.group = group
+        self.handles: tuple[str, ...] = ()  # of the ranks of the last group that formed
+        self.closed = False
+        self._endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
+        self._last_rank = 0
+        self._lock = threading.Lock()
+        if group is not None:
+            self._formed(group)
+
+    @classmethod
+    def of(cls, group: Group, join_timeout_s: float) -> Generations:
+        """Begin with a group, which this object owns from here on."""
+        return cls(group, group.endpoint.retain(), group.options, join_timeout_s)
+
+    @classmethod
+    def outside(cls, options: Options | None, join_timeout_s: float, store_host: str | None) -> Generations:
+        """Begin in no group. store_host: a host that the first interface should reach.
+
+        Raises ValueError for options that no group can have; RendezvousError where this process cannot listen.
+        """
+        resolved = (options or Options()).resolved()
+        rendezvous.check_options(resolved, 1)
+        interfaces = own_interfaces(resolved, store_host)
+        listener = acquire_listener(0, interfaces.hosts, resolved.port_range(), time.monotonic() + join_timeout_s)
+        made = handle.make(
+            secrets.token_bytes(32),
+            secrets.token_bytes(32),
+            [format_endpoint(host, listener.port) for host in interfaces.hosts],
+            rails=interfaces.rails,
+            fabric=resolved.fabric,
+            host=host_identity() if resolved.shares_memory else "",
+            security_level=str(resolved.security),
+            secret_file=resolved.secret_file,
+        )
+        return cls(None, Endpoint(made, listener, interfaces), resolved, join_timeout_s)
+
+    @property
+    def handle(self) -> str:
+        return self._endpoint.handle.text
+
+    def reconfigure(
+        self, uuid: int | str, handles: Collection[str], group_timeout_s: float, timeout_s: float | None = None
+    ) -> Group:
+        """Leave the group, and form the one of these handles. See `Communicator.reconfigure`.
+
+        group_timeout_s: of the new group's operations.
+        """
+        with self._lock:
+            if self.closed:
+                raise ValueError("this communicator was closed")
+            deadline = time.monotonic() + (self._join_timeout_s if timeout_s is None else timeout_s)
+            options = (self._options or Options()).resolved()
+            ordered = handle.in_order(handles)
+            proposal = regroup.propose(self._endpoint.handle, str(uuid), ordered, options.secret_file)
+            rendezvous.check_options(options, len(ordered))
+            self._endpoint.check_unused(proposal.uuid)
+            self._leave(f"it is reconfigured, as {uuid} of {len(ordered)} members")
+            with self._attempt(proposal):
+                group = Group(
+                    HandleMeeting(proposal, self._endpoint, keeps_endpoint=True),
+                    proposal.rank,
+                    len(ordered),
+                    options=options,
+                    timeout_s=group_timeout_s,
+                    join_timeout_s=max(0.001, deadline - time.monotonic()),
+                )
+            self._formed(group)
+            return group
+
+    @contextlib.contextmanager
+    def meeting_beside(self, uuid: str, ranks: Sequence[int]) -> Iterator[HandleMeeting]:
+        """For a group of some ranks of the group of now, which goes on. The group is formed within this context."""
+        assert self.group is not None
+        handles = [self.handles[rank] for rank in ranks]
+        proposal = regroup.propose(self._endpoint.handle, uuid, handles, self.group.options.secret_file)
+        with self._attempt(proposal):
+            yield HandleMeeting(proposal, self._endpoint, keeps_endpoint=False)
+
+    @contextlib.contextmanager
+    def _attempt(self, proposal: Proposal) -> Iterator[None]:
+        """Other members that ask learn how this ends."""
+        try:
+            yield
+        except BaseException as error:
+            self._endpoint.end(proposal.uuid, error)
+            raise
+        self._endpoint.end(proposal.uuid, None)
+
+    def survivors(self, gone: Sequence[int]) -> tuple[str, list[str]]:
+        """A uuid and the handles of the last group's ranks that are not gone. All ranks that agree on `gone` get these.
+
+        ValueError for a rank that was not in the group, and where this rank is gone itself.
+        """
+        unknown = [rank for rank in gone if not 0 <= rank < len(self.handles)]
+        if unknown or not gone:
+            raise ValueError(f"shrink: {unknown or 'no rank'} of a group of {len(self.handles)}; which ranks are gone?")
+        if self._last_rank in gone:
+            raise ValueError(f"shrink: rank {self._last_rank} is this rank, which is not gone")
+        left = [each for rank, each in enumerate(self.handles) if rank not in gone]
+        digest = hashlib.sha256("\n".join([self._name, *map(str, sorted(set(gone)))]).encode()).hexdigest()
+        return f"shrink-{digest[:16]}", left
+
+    def close(self) -> None:
+        """Leave the group, and refuse later ones. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        if self.group is not None:
+            self.group.close()
+        self._endpoint.release()
+
+    def refusal(self) -> Exception:
+        """The error for a use without a group."""
+        if self.closed:
+            return ValueError("this group was closed")
+        return GroupAborted("this communicator is in no group: `reconfigure` forms one")
+
+    def _formed(self, group: Group) -> None:
+        self.group, self.handles, self._last_rank, self._name = group, group.handles, group.rank, group.name
+
+    def _leave(self, reason: str) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close(reason)
+
+
+class _NoGroup:
+    """In the place of a group: every other use raises. So operations of a group need not ask whether there is one."""
+
+    job_ranks: Sequence[int] = ()
+    failure = None
+    over_fabric = False
+    shares_buckets = False
+    collectives_submitted = 0
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._generations.refusal()
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self, reason: str | None = None) -> None: ...
+
+
+def no_group(generations: Generations) -> Group:
+    """For a rank that is in no group."""
+    return cast(Group, _NoGroup(generations))
+
+
+def outside_group(generations: Generations, rank: int, size: int, timeout_s: float) -> Group:
+    """For a rank that was given a number before it is in a group, as torch does."""
+    group: Any = _NoGroup(generations)
+    group.rank, group.size, group.timeout_s = rank, size, timeout_s
+    return cast(Group, group)
