@@ -93,7 +93,8 @@ def run_both_ways(size: int, cases: list[tuple[Any, ...]]) -> list[list[bytes]]:
             Path(folder, name).mkdir(exist_ok=True)
         return both_ways(rank, size, folder, cases)
 
-    return values(run_threads(run, size, timeout_s=PATIENCE_S))
+    got: list[list[bytes]] = values(run_threads(run, size, timeout_s=PATIENCE_S))
+    return got
 
 
 @pytest.mark.parametrize("size", [2, 5])
