@@ -214,6 +214,21 @@ bool ShmCollective::is_asked_for_slots(Stream stream, int position) const {
   return node_.asked(stream, position, self_).load(std::memory_order_acquire) == number_;
 }
 
+void ShmCollective::tell_access(bool can) { node_.publish(node_.access(self_), tag(can ? 1 : 2)); }
+
+bool ShmCollective::told_access(int position) const {
+  return node_.access(position).load(std::memory_order_acquire) > tag(0);
+}
+
+std::optional<bool> ShmCollective::access_of_all() const {
+  bool can = true;
+  for (int position = 0; position < size_; ++position) {
+    if (!told_access(position)) return {};
+    can &= node_.access(position).load(std::memory_order_acquire) == tag(1);
+  }
+  return can;
+}
+
 std::uint32_t ShmCollective::published(Stream stream, int position) const {
   const std::uint64_t newest = node_.published(stream, position).load(std::memory_order_acquire);
   return newest <= tag(0) ? 0 : static_cast<std::uint32_t>(newest - tag(0));

@@ -132,10 +132,10 @@ class ShmCopy final : public ShmCollective {
       copy(to.data + first, from + first, bytes, streams_);
       return true;
     }
-    using Read = transport::PeerMemory::Read;
-    const Read got = node_.memory()->read(source, to.data + first, referred_address(source, number) + first, bytes);
-    if (got == Read::all) return true;
-    if (got == Read::gone) {
+    using Access = transport::PeerMemory::Access;
+    const Access got = node_.memory()->read(source, to.data + first, referred_address(source, number) + first, bytes);
+    if (got == Access::all) return true;
+    if (got == Access::gone) {
       lose(source);
     } else {
       by_slots_[index(source)] = true;

@@ -5,14 +5,19 @@
 // result through its own slots to the ranks that need it. Steps: 3 a round of 256 KB (contributions, results, taken).
 // More bytes, with every rank's tensor in shared memory: rank d reduces part d of the tensors in place and writes the
 // result straight into every rank's tensor. Two steps.
+// Many bytes, where ranks may read each other's memory: the same, with the kernel's copies between processes. Rank d
+// reads its part of each tensor in chunks that stay in its L2 cache, reduces them, and writes the result to each rank
+// while the chunk is cached. One step more: all ranks tell whether they can read all tensors; otherwise the tensors go
+// through slots.
 //
-// Bytes on the wire: none. Memory traffic a rank of P: the tensor is read once and written once; in the caches a rank
-// copies n(P-1)/P in, reduces n, and copies n(P-1)/P out. With tensors in shared memory: n read and n written.
+// Bytes on the wire: none. Memory traffic a rank of P in an all_reduce, in place or by address: n read and n written. In
+// slots, which leave the L2 cache before they are used again: 2n read and written, and what plain stores read first.
 #include <netfold/collective/shm_collective.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "algorithms.hpp"
 
@@ -21,6 +26,11 @@ namespace {
 
 constexpr auto kContributions = transport::ShmNode::Stream::to_reduce;
 constexpr auto kResults = transport::ShmNode::Stream::to_copy;
+using Access = transport::PeerMemory::Access;
+// Tensors of so many bytes are read and written by address. Through slots a rank waits three times a round; by address
+// it waits three times in all, but the kernel looks up every page. Measured in docs/explanation/algorithms.md.
+constexpr std::size_t kAllByAddress = 1 << 20;      // all_reduce, reduce
+constexpr std::size_t kScatterByAddress = 8 << 20;  // reduce_scatter: only the reading saves anything
 
 class ShmReduce final : public ShmCollective {
  public:
@@ -30,7 +40,19 @@ class ShmReduce final : public ShmCollective {
   }
 
  private:
-  enum class Mode : std::uint8_t { undecided, streams, reducing_in_place, waiting_in_place, done_in_place };
+  enum class Mode : std::uint8_t {
+    undecided,
+    streams,
+    telling_access,
+    reducing_in_place,
+    waiting_in_place,
+    done_in_place
+  };
+  // What another rank's post refers to, of the tensor of which this rank reduces a part.
+  struct Tensor {
+    std::byte* data = nullptr;  // null: not mapped here
+    std::uint64_t address = 0;  // in its process
+  };
   // The bytes that `position` reduces in a round.
   struct Part {
     std::size_t in_slot = 0;
@@ -54,6 +76,10 @@ class ShmReduce final : public ShmCollective {
   // The bytes of a buffer that each rank reduces: whole lines; the last ranks get the rest.
   std::size_t share_bytes(std::size_t bytes) const {
     return round_up((bytes + index(size_) - 1) / index(size_), kLine);
+  }
+  // Whether reads and writes by address take less time than slots, where both are possible.
+  bool pays_by_address() const {
+    return node_.memory() != nullptr && call_.choice_bytes() >= (has_results() ? kAllByAddress : kScatterByAddress);
   }
   bool has_results() const { return call_.kind != Kind::reduce_scatter; }
   bool wants_results() const { return call_.kind == Kind::all_reduce || (has_results() && self_ == call_.root); }
@@ -81,33 +107,120 @@ class ShmReduce final : public ShmCollective {
     mode_ = Mode::streams;
     for (int position = 0; position < size_; ++position) {
       const Announcement& announcement = position == self_ ? own_ : others_[index(position)];
-      if (announcement.refers != Refers::to_regions) return;
+      if (announcement.refers == Refers::not_at_all) return;
     }
     mode_ = Mode::reducing_in_place;
     const Buffer& tensor = has_table() ? call_.inputs[index(self_)] : call_.outputs[0];
     const std::size_t number = has_table() ? index(self_) : 0;
     for (int position = 0; position < size_ && !failure_; ++position) {
-      tensors_.push_back(position == self_ ? tensor.data : referred(position, number, tensor.bytes));
+      Tensor theirs;
+      if (position == self_) {
+        theirs.data = tensor.data;
+        if (own_.refers == Refers::to_addresses) mode_ = Mode::telling_access;
+      } else if (others_[index(position)].refers == Refers::to_regions) {
+        theirs.data = referred(position, number, tensor.bytes);
+      } else {
+        theirs.address = referred_address(position, number);
+        mode_ = Mode::telling_access;
+      }
+      tensors_.push_back(theirs);
     }
     const std::size_t share = share_bytes(tensor.bytes);
     first_ = has_table() ? 0 : std::min(tensor.bytes, share * index(self_));
     end_ = has_table() ? tensor.bytes : std::min(tensor.bytes, first_ + share);
+    chunk_bytes_ = mode_ == Mode::telling_access ? node_.bounce_bytes() : part_bytes_;
+    if (mode_ == Mode::telling_access && !failure_) {
+      const std::optional<bool> can = try_access();
+      if (can) tell_access(*can);
+    }
+  }
+
+  // Whether this rank can read both ends of its part of every tensor. Empty, with `failure_`, where a rank has ended.
+  // What is refused later fails the call, since other parts are overwritten by then.
+  std::optional<bool> try_access() {
+    if (first_ == end_) return true;
+    if (!begin_use_of_all()) return {};
+    bool can = true;
+    for (int position = 0; position < size_ && can && !failure_; ++position) {
+      const Tensor& theirs = tensors_[index(position)];
+      if (theirs.data != nullptr) continue;
+      for (const std::size_t at : {first_, end_ - 1}) {
+        const Access got = node_.memory()->read(position, node_.bounce(position), theirs.address + at, 1);
+        if (got == Access::gone) lose(position);
+        can &= got == Access::all;
+      }
+    }
+    node_.end_use_of_all();
+    if (failure_) return {};
+    return can;
+  }
+
+  // Reads the other ranks' chunks, which begin at `first_`, into caches; true where sources_ is complete.
+  bool read_chunks(std::size_t bytes) {
+    for (int i = 1; i <= size_; ++i) {
+      const int position = (self_ + i) % size_;  // each rank starts with another, since readers of one delay each other
+      const Tensor& theirs = tensors_[index(position)];
+      sources_[index(position)] = theirs.data + first_;
+      if (theirs.data != nullptr) continue;
+      std::byte* to = node_.bounce(position);
+      sources_[index(position)] = to;
+      if (!check(node_.memory()->read(position, to, theirs.address + first_, bytes), position, "read")) return false;
+    }
+    return true;
+  }
+
+  bool write_chunk(int position, const std::byte* from, std::size_t bytes) {
+    const Tensor& theirs = tensors_[index(position)];
+    if (theirs.data == nullptr) {
+      return check(node_.memory()->write(position, theirs.address + first_, from, bytes), position, "write");
+    }
+    if (theirs.data + first_ != from) std::memcpy(theirs.data + first_, from, bytes);
+    return true;
+  }
+
+  bool check(Access access, int position, const char* what) {
+    if (access == Access::all) return true;
+    if (access == Access::gone) {
+      lose(position);
+    } else {
+      failure_ = {Failure::Kind::system, mesh_.rank(),
+                  "rank " + std::to_string(mesh_.rank()) + " cannot " + what + " the tensor of rank " +
+                      std::to_string(node_.rank(position)) +
+                      " any more; has that process changed its permissions or its mappings during the operation? "
+                      "NETFOLD_SINGLE_COPY=off does without"};
+    }
+    return false;
+  }
+
+  bool reduce_chunk(std::size_t bytes) {
+    if (!read_chunks(bytes)) return false;
+    std::byte* into = call_.outputs[0].data + first_;
+    if (call_.kind == Kind::reduce && self_ != call_.root) {
+      const Tensor& root = tensors_[index(call_.root)];
+      into = root.data != nullptr ? root.data + first_ : node_.bounce(call_.root);
+    }
+    reduce_sources(into, bytes);
+    if (call_.kind == Kind::reduce) return self_ == call_.root || write_chunk(call_.root, into, bytes);
+    bool written = true;
+    for (int i = 1; i < size_ && written && call_.kind == Kind::all_reduce; ++i) {
+      written = write_chunk((self_ + i) % size_, into, bytes);
+    }
+    return written;
   }
 
   bool reduce_in_place() {
+    if (mode_ == Mode::telling_access) {
+      const std::optional<bool> can = access_of_all();
+      if (can) mode_ = *can ? Mode::reducing_in_place : Mode::streams;
+      return can.has_value();
+    }
     if (mode_ == Mode::reducing_in_place && first_ < end_) {
-      const std::size_t bytes = std::min(part_bytes_, end_ - first_);
-      for (std::size_t i = 0; i < tensors_.size(); ++i) sources_[i] = tensors_[i] + first_;
-      std::byte* into = call_.outputs[0].data + first_;
-      if (call_.kind == Kind::reduce) into = tensors_[index(call_.root)] + first_;
+      const std::size_t bytes = std::min(chunk_bytes_, end_ - first_);
       if (!begin_use_of_all()) return false;
-      reduce_sources(into, bytes);
-      for (std::byte* tensor : tensors_) {
-        if (call_.kind == Kind::all_reduce && tensor + first_ != into) std::memcpy(tensor + first_, into, bytes);
-      }
+      const bool reduced = reduce_chunk(bytes);
       node_.end_use_of_all();
-      first_ += bytes;
-      return true;
+      if (reduced) first_ += bytes;
+      return reduced;
     }
     if (mode_ == Mode::reducing_in_place) {
       mode_ = Mode::waiting_in_place;
@@ -183,7 +296,11 @@ class ShmReduce final : public ShmCollective {
   void write_post(std::byte* data) override {
     if (has_table()) data = write_table(data);
     const std::span<const Buffer> given = has_table() ? call_.inputs : call_.outputs;
-    if (own_.rounds > 0) return refer(data, given, kContributions);
+    if (own_.rounds > 0) {
+      refer(data, given, kContributions);
+      if (own_.refers == Refers::not_at_all && pays_by_address()) refer_by_address(data, given);
+      return;
+    }
     if (has_table()) return write_inputs(data);
     if (given[0].bytes > 0) std::memcpy(data, given[0].data, given[0].bytes);
   }
@@ -215,6 +332,7 @@ class ShmReduce final : public ShmCollective {
   }
 
   bool waits_for(int position) const override {
+    if (mode_ == Mode::telling_access) return !told_access(position);
     if (mode_ != Mode::streams) return published(kContributions, position) == 0;
     if (reduced_ < own_.rounds && published(kContributions, position) <= reduced_) return true;
     if (wants_results() && collected_[index(position)] < own_.rounds) return true;
@@ -232,9 +350,10 @@ class ShmReduce final : public ShmCollective {
   bool posts_reduced_ = false;
   Mode mode_ = Mode::undecided;  // of data that do not lie in posts
   // In place:
-  std::size_t first_ = 0;            // the next byte of this rank's part
-  std::size_t end_ = 0;              // of this rank's part
-  std::vector<std::byte*> tensors_;  // by position
+  std::size_t first_ = 0;  // the next byte of this rank's part
+  std::size_t end_ = 0;    // of this rank's part
+  std::size_t chunk_bytes_ = 0;
+  std::vector<Tensor> tensors_;  // by position
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import os
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from load import seconds
-from ranks import run_ranks, run_threads, values
+from ranks import hide_memory, run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
@@ -167,23 +166,13 @@ def test_single_copy_disabled_on_one_rank_is_disabled_for_all_and_the_log_names_
         assert without and "since rank 2 has NETFOLD_SINGLE_COPY=off" in why
 
 
-def hide(rank: int) -> None:
-    """Afterwards no other process may read rank 0's memory, whichever user runs this."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if rank == 0:
-        assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
-    else:
-        header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-        assert libc.capset(header, none) == 0, os.strerror(ctypes.get_errno())
-
-
 def hidden_before(rank: int, size: int, folder: str) -> tuple[bool, str, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("netfold").addHandler(handler)
     logging.getLogger("netfold").setLevel("DEBUG")
-    hide(rank)
+    hide_memory(rank)
     with join(rank, size, folder) as group:
         for operation in OPERATIONS:
             call(group, operation, 1 << 20)
@@ -200,7 +189,7 @@ def test_ranks_that_may_not_read_each_other_say_so_and_use_slots() -> None:
 def hidden_later(rank: int, size: int, folder: str) -> int:
     with join(rank, size, folder) as group:
         group.barrier()
-        hide(rank)
+        hide_memory(rank)
         group.barrier()
         for seed in range(3):
             for operation in OPERATIONS:

@@ -29,7 +29,7 @@ PeerMemory::ProbeResult PeerMemory::probe(int position, pid_t pid, std::uint64_t
   return ProbeResult::yes;
 }
 
-PeerMemory::Read PeerMemory::read(int position, std::byte* to, std::uint64_t from, std::size_t bytes) {
+PeerMemory::Access PeerMemory::read(int position, std::byte* to, std::uint64_t from, std::size_t bytes) {
   const Peer& peer = peers_[static_cast<std::size_t>(position)];
   Mark found{};
   const iovec into[2] = {{to, bytes}, {found.data(), found.size()}};
@@ -37,11 +37,20 @@ PeerMemory::Read PeerMemory::read(int position, std::byte* to, std::uint64_t fro
                            {reinterpret_cast<void*>(peer.mark_address), found.size()}};
   const ssize_t got = process_vm_readv(peer.pid, into, 2, source, 2, 0);
   if (got == static_cast<ssize_t>(bytes + found.size())) {
-    if (found != peer.mark) return Read::gone;
+    if (found != peer.mark) return Access::gone;
     bytes_read_.fetch_add(bytes, std::memory_order_relaxed);
-    return Read::all;
+    return Access::all;
   }
-  return got < 0 && errno == ESRCH ? Read::gone : Read::refused;
+  return got < 0 && errno == ESRCH ? Access::gone : Access::refused;
+}
+
+PeerMemory::Access PeerMemory::write(int position, std::uint64_t to, const std::byte* from, std::size_t bytes) {
+  const iovec source{const_cast<std::byte*>(from), bytes};
+  const iovec into{reinterpret_cast<void*>(to), bytes};
+  const pid_t pid = peers_[static_cast<std::size_t>(position)].pid;
+  const ssize_t got = process_vm_writev(pid, &source, 1, &into, 1, 0);
+  if (got == static_cast<ssize_t>(bytes)) return Access::all;
+  return got < 0 && errno == ESRCH ? Access::gone : Access::refused;
 }
 
 }  // namespace netfold::transport

@@ -44,6 +44,12 @@ ShmNode::ShmNode(int self, std::vector<int> ranks, Fd memory, Fd socket, std::st
   }
 }
 
+std::byte* ShmNode::bounce(int position) {
+  const std::size_t bytes = bounce_bytes();
+  if (bounce_.empty()) bounce_.resize(bytes * static_cast<std::size_t>(size()));
+  return bounce_.data() + bytes * static_cast<std::size_t>(position);
+}
+
 void ShmNode::publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
   counter.store(value, std::memory_order_release);
   ring_doorbell();

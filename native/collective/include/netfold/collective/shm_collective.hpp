@@ -17,6 +17,8 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/transport/shm/shm_node.hpp>
 
+#include <optional>
+
 namespace netfold::collective {
 
 class ShmCollective : public Algorithm {
@@ -85,6 +87,10 @@ class ShmCollective : public Algorithm {
   // Asks `position` to send through slots instead; and whether that rank asks this one.
   void ask_for_slots(Stream stream, int position);
   bool is_asked_for_slots(Stream stream, int position) const;
+  // Tells whether this rank can access the other ranks' tensors, and what all ranks told: empty until all have.
+  void tell_access(bool can);
+  std::optional<bool> access_of_all() const;
+  bool told_access(int position) const;
   // Fails the call: the rank's connection is closed, or its process has ended.
   void lose(int position);
 

@@ -19,6 +19,7 @@
 #include <netfold/transport/shm/peer_memory.hpp>
 #include <netfold/transport/shm/shm_fd_exchange.hpp>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -40,6 +41,9 @@ class ShmNode {
   static constexpr std::size_t kSlotBytes = 256 << 10;
   static constexpr std::uint64_t kSlots = 8;
   static constexpr std::size_t kRingBytes = 1 << 20;  // a power of two
+  // Bytes that are read at once from another rank's memory.
+  static constexpr std::size_t kBounceLeast = 16 << 10;
+  static constexpr std::size_t kBounceMost = 128 << 10;
 
   // The first cache line holds the announcement and 8 bytes of data: a scalar costs each reader one cache miss.
   struct alignas(64) Post {
@@ -67,6 +71,8 @@ class ShmNode {
     struct alignas(64) Counter {
       std::atomic<std::uint64_t> tag;
     } published[kStreams];
+    // Tag: 1 where the owner can access the other ranks' tensors of the call, 2 where it cannot.
+    Counter access;
     alignas(4096) std::byte slots[kStreams][kSlots][kSlotBytes];
   };
 
@@ -94,6 +100,7 @@ class ShmNode {
   std::atomic<std::uint64_t>& published(Stream stream, int owner) {
     return segment(owner).published[static_cast<std::size_t>(stream)].tag;
   }
+  std::atomic<std::uint64_t>& access(int owner) { return segment(owner).access.tag; }
   std::byte* slot(Stream stream, int owner, std::uint64_t round) {
     return segment(owner).slots[static_cast<std::size_t>(stream)][round % kSlots];
   }
@@ -131,6 +138,14 @@ class ShmNode {
   std::array<int, 2> doorbells() const { return fd_exchange_.descriptors(); }
 
   ShmFdExchange& fd_exchange() { return fd_exchange_; }
+  // Private memory of bounce_bytes() for each rank, for what is read from that rank's memory. All of it fits into the
+  // L2 cache of current cores, unless there are many ranks. Its contents last until the next poll.
+  std::size_t bounce_bytes() const {
+    constexpr std::size_t kAll = 512 << 10;
+    return std::clamp(kAll / static_cast<std::size_t>(std::max(1, size() - 1)) / 4096 * 4096, kBounceLeast,
+                      kBounceMost);
+  }
+  std::byte* bounce(int position);
   // Null where any rank of the node cannot read another's memory; the same on all ranks.
   PeerMemory* memory() const { return peer_memory_.get(); }
 
@@ -204,6 +219,7 @@ class ShmNode {
   std::byte* segments_ = nullptr;
   ShmFdExchange fd_exchange_;
   std::shared_ptr<PeerMemory> peer_memory_;
+  std::vector<std::byte> bounce_;
   bool sleep_prepared_ = false;
   unsigned sleeps_without_ring_ = 0;
   std::uint64_t calls_ = 0;
