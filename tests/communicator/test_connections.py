@@ -290,3 +290,31 @@ def test_a_connection_that_is_given_up_delays_nothing_else() -> None:
         if values(run_threads(_severs_while_it_receives, 3, threading.Event(), threading.Event()))[0]:
             return
     raise AssertionError("in no try did the message come before the connection was given up")
+
+
+def _connections_by_use(rank: int, size: int, folder: str) -> list[int]:
+    options = Options(transport="tcp", algorithm="ring", probe="off")
+    before = len(connections())
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60) as group:
+        counts = [len(connections()) - before]
+        for number in range(2):
+            total = group.all_reduce(np.full(1000, rank + number, np.float32))
+            assert (total == size * (size - 1) / 2 + size * number).all()
+            counts.append(len(connections()) - before)
+        if rank in (2, 9):
+            values_ = np.full(3, 7.0)
+            group.send(values_, 9) if rank == 2 else group.receive(values_, 2)
+            counts.append(len(connections()) - before)
+        group.all_reduce(np.zeros(1000, np.float32))
+        return counts
+
+
+def test_connections_are_made_when_they_are_first_used() -> None:
+    """Twelve ranks: at the start a tree of eight children, then a ring, then one message between two ranks."""
+    counts = values(run_ranks(_connections_by_use, 12, timeout_s=120))
+    assert sum(each[0] for each in counts) == 2 * 11, "both ends of the tree's connections"
+    for rank, (tree, first, second, *message) in enumerate(counts):
+        assert first - tree <= 2, f"rank {rank}: its two neighbours in the ring"
+        assert second == first
+        if message:
+            assert message[0] == second + 1
