@@ -23,8 +23,8 @@ bool Mesh::needs_progress() const {
   return any([](const Pipe& pipe) { return pipe.needs_progress(); });
 }
 
-bool Mesh::has_unsent() const {
-  return any([](const Pipe& pipe) { return pipe.has_unsent(); });
+bool Mesh::has_unsent() {
+  return any([](Pipe& pipe) { return pipe.has_unsent(); });
 }
 
 Pipe::RegistrationLease Mesh::lease(std::byte* data, std::size_t bytes) {

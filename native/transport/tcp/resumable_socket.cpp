@@ -322,17 +322,18 @@ void ResumableSocket::wait_for(short events, std::vector<pollfd>& fds) const {
   // A socket that is shut for writing is always ready for writing.
   if (state_ == State::disconnecting) events &= ~POLLOUT;
   if (!socket_ || events == 0) return;
-  if (!resumable_ && !accepted_) events = POLLIN;  // the greeting
+  if (!resumable_ && !accepted_) events = static_cast<short>((events & ~POLLOUT) | POLLIN);  // the greeting
   // The socket does not wake a reader of bytes that were read ahead.
   const bool is_ready = (events & POLLIN) != 0 && records_ != nullptr && records_->has_payload();
   fds.push_back(is_ready ? pollfd{always_readable(), POLLIN, 0} : pollfd{socket_.get(), events, 0});
 }
 
 bool ResumableSocket::hung_up() {
+  if (state_ == State::up) accepted();  // else an unread greeting ends every sleep
   if (state_ == State::up) {
     pollfd look{socket_.get(), POLLRDHUP, 0};
     if (::poll(&look, 1, 0) <= 0 || (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) == 0) return false;
-    if (!resumable_ && accepted()) return true;
+    if (!resumable_ && accepted_) return true;
     disconnect();
   }
   return state_ == State::lost;

@@ -76,9 +76,8 @@ bool TcpPipe::flush() {
   return is_done;
 }
 
-bool TcpPipe::has_unsent() const {
-  return has_records_ &&
-         std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.has_unsent(); });
+bool TcpPipe::has_unsent() {
+  return std::any_of(rails_.begin(), rails_.end(), [](ResumableSocket& rail) { return rail.has_unsent(); });
 }
 
 bool TcpPipe::was_connected() const {

@@ -62,7 +62,7 @@ class Mesh {
   void wait_to_flush(std::vector<pollfd>& fds);
   // As Pipe's, of any pipe.
   bool needs_progress() const;
-  bool has_unsent() const;
+  bool has_unsent();
 
   static constexpr std::int64_t kCancelNs = 100'000'000;
 

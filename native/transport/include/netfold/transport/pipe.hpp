@@ -57,7 +57,7 @@ class Pipe {
   // Whether there is or was a connection, or the attempt to make one. A pipe without one makes it when it is used: by `send`, `receive`, `hung_up`.
   virtual bool was_connected() const { return true; }
   // Whether bytes that were taken from the caller have not left this process; closing the pipe would lose them.
-  virtual bool has_unsent() const { return false; }
+  virtual bool has_unsent() { return false; }
 
   // --- Remote memory access. Both ends agree that a part of a message, named by `name`, goes from memory to memory.
   // The receiver posts the memory (`post_receive`); the sender waits for that (`is_posted`), then writes (`put`).

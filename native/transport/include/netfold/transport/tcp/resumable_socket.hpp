@@ -78,8 +78,11 @@ class ResumableSocket {
   void give_up(std::string why);
   // Sends again what the previous socket lost. True once all is sent, or while nothing can be sent.
   bool flush();
-  // Whether closing now would lose bytes that were taken from the caller.
-  bool has_unsent() const { return state_ == State::up && records_ != nullptr && records_->has_pending(); }
+  // Whether closing now would lose bytes that were taken from the caller: they are pending here, or the greeting is
+  // still to come. A socket that is closed with the greeting unread is reset, and drops the bytes that it has not sent.
+  bool has_unsent() {
+    return state_ == State::up && ((records_ != nullptr && records_->has_pending()) || (sent_ > 0 && !accepted()));
+  }
 
  private:
   enum class State : std::uint8_t { up, disconnecting, broken, lost };

@@ -31,7 +31,7 @@ class TcpPipe final : public Pipe {
   void wait_to_flush(std::vector<pollfd>& fds) override;
   // A socket may take part of a record; `flush` writes the rest.
   bool needs_progress() const override { return has_records_; }
-  bool has_unsent() const override;
+  bool has_unsent() override;
   bool was_connected() const override;
 
   int rails() const override { return static_cast<int>(rails_.size()); }
