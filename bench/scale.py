@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import resource
 import selectors
 import signal
@@ -205,7 +206,8 @@ def be_forked(side: str, rank: int, size: int, job: str, deadline_s: float, orde
 
 
 def first_sentence(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0].partition(". ")[0]
+    # Without the place of the call, which is a path of this machine.
+    text = re.sub(r", called at [^,]+", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return named if len(named) <= 200 else f"{named[:200]} ..."
 

@@ -28,8 +28,8 @@ constexpr auto kContributions = transport::ShmNode::Stream::to_reduce;
 constexpr auto kResults = transport::ShmNode::Stream::to_copy;
 using Access = transport::PeerMemory::Access;
 // Tensors of so many bytes are read and written by address. Through slots a rank waits three times a round; by address
-// it waits three times in all, but the kernel looks up every page. Measured in docs/explanation/algorithms.md.
-constexpr std::size_t kAllByAddress = 1 << 20;      // all_reduce, reduce
+// it waits three times in all, but the kernel looks up every page. Measured by bench/by_address.py.
+constexpr std::size_t kAllByAddress = 4 << 20;      // all_reduce, reduce
 constexpr std::size_t kScatterByAddress = 8 << 20;  // reduce_scatter: only the reading saves anything
 
 class ShmReduce final : public ShmCollective {
@@ -48,7 +48,7 @@ class ShmReduce final : public ShmCollective {
     waiting_in_place,
     done_in_place
   };
-  // What another rank's post refers to, of the tensor of which this rank reduces a part.
+  // Another rank's tensor, of which this rank reduces a part.
   struct Tensor {
     std::byte* data = nullptr;  // null: not mapped here
     std::uint64_t address = 0;  // in its process
@@ -136,7 +136,7 @@ class ShmReduce final : public ShmCollective {
   }
 
   // Whether this rank can read both ends of its part of every tensor. Empty, with `failure_`, where a rank has ended.
-  // What is refused later fails the call, since other parts are overwritten by then.
+  // A later refusal fails the call, since other parts are overwritten by then.
   std::optional<bool> try_access() {
     if (first_ == end_) return true;
     if (!begin_use_of_all()) return {};

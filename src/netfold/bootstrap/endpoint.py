@@ -54,7 +54,7 @@ class Endpoint:
         self._attempts: OrderedDict[str, _Attempt] = OrderedDict()
         self._lock = threading.Lock()
         self._owners = 1
-        # Two "ranks": this one is 0, and whoever asks is 1.
+        # Two "ranks": this one is 0, and a rank that asks is 1.
         self._registered = RegisteredGroup(handle.secret, 0, 2, 0, 1, SECURITIES.index(handle.security), self._answer)
         listener.register(self._registered)
 

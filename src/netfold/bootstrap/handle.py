@@ -3,8 +3,8 @@
 A handle names the addresses of its process's listener, an identity, and what all members of a group must have in
 common. It is made without any peer, and stays the same until its communicator is closed.
 A handle also carries a secret. The secret of a group that forms over handles is derived from all of its members'
-handles (`generation_secret`), so whoever knows them all can be a member. A program passes handles as it would pass a
-password. NETFOLD_SECRET_FILE is mixed in where it is set.
+handles (`generation_secret`), so a process that knows them all can be a member. A program passes handles as it would
+pass a password. NETFOLD_SECRET_FILE is mixed in where it is set.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def negotiate(
 ) -> tuple[Any, str]:
     """A reader of the other ranks' memory, None where some rank of the node may not read; and a sentence that says so.
 
-    Every candidate takes part, one that is alone (node: None) for the others' sake. Raises RendezvousError if a rank is
-    gone, or does not reply before the deadline.
+    Every candidate takes part, also one that is alone (node: None): the exchange needs all. Raises RendezvousError if a
+    rank is gone, or does not reply before the deadline.
     """
     if len(candidates) == 1:
         return None, ""

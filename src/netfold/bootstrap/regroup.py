@@ -7,7 +7,7 @@ first member. Until all neighbours are connected, a member asks each missing one
     it has not          ask again, at most every _LONGEST_PAUSE_S
     it is gone, gave up, forms another group    this member gives up, and so tells its neighbours
 
-A member that gives up tells those neighbours that are connected over the connection, and the others when they ask.
+A member that gives up tells its connected neighbours over their connections, and every other neighbour when that asks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Search:
             else:
                 self._judge(group, reply)
                 if reply["type"] == "forming" and self._is_parent:
-                    # Where this fails, the next reply says why.
+                    # The next reply gives the reason of a failure.
                     with contextlib.suppress(RendezvousError, OSError, EOFError):
                         rendezvous.join(group, peer_addresses, self.peer, min(deadline, time.monotonic() + 10.0))
                         return

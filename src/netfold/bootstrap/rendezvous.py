@@ -38,7 +38,7 @@ _TRY_S = 1.0
 # Longest wait for the token of the process that has a rank: it is there unless that process died just then.
 _OWNER_TIMEOUT_S = 5.0
 _IP_BIND_ADDRESS_NO_PORT = 24
-# Rank 0 names the absent ranks at its deadline, and the others wait so much longer to read it.
+# Rank 0 names the absent ranks at its deadline. All ranks wait so much longer to read the names.
 _PLACE_GRACE_S = 0.5
 _process = (os.getpid(), secrets.token_hex(16))
 
@@ -188,7 +188,7 @@ class PeerAddresses:
     interfaces: Interfaces
     endpoints: list[list[tuple[str, int]]]  # by rank
     used: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # by rank and rail
-    # What each rank published: its addresses, and its host's identity. Of this rank, too.
+    # By rank, this one included: the published addresses, and the host's identity.
     published: list[tuple[list[str], str]] = field(default_factory=list)
     # Failed tries, in words, each once. Several threads may record the same one.
     failed: dict[str, None] = field(default_factory=dict)

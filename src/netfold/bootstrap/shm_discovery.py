@@ -1,10 +1,10 @@
 """Find out which ranks share memory. This is tried and never inferred from addresses.
 
 Candidates are ranks of one host and one network namespace, as `host_identity` names them. Every rank has a datagram
-socket with an abstract name that only the group can derive (`NodeSocket`). Each candidate tries whether it reaches the
-sockets of the others. Ranks that all reach each other are a node. The lowest rank of a node makes the node's memory
-(memfd) and sends it to the others. Later the ranks wake each other, and pass descriptors of buffers, by
-the same sockets. So a rank has one socket and one memory, whatever the number of ranks.
+socket with an abstract name that only the group can derive (`NodeSocket`). Each candidate tries to reach the socket of
+every other one. Ranks that all reach each other are a node. The lowest rank of a node makes the node's memory (memfd)
+and sends it to each rank of the node. Later the ranks wake each other, and pass descriptors of buffers, by the same
+sockets. So a rank has one socket and one memory, whatever the number of ranks.
 
 Names of abstract sockets can be listed by every user of the host. Each message therefore carries a token, and a filter
 in the kernel drops messages without it.

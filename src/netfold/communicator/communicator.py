@@ -176,7 +176,7 @@ class Communicator(Collectives):
         handles: of all members, this rank's too. The rank is the place in a list; a set is sorted first.
         timeout_s: by then all members must have called; default: join_timeout_s.
         Operations under way fail, on the ranks of the former group that do not call, too: this rank has left it.
-        Where the group does not form, this rank is in no group, and may be called again with another uuid.
+        If the group does not form, this rank is in no group; call again with another uuid.
         Cost: the start-up of a group.
 
         Raises ValueError, with the former group untouched, for handles that can form no group: a member named twice,

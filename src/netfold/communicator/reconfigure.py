@@ -4,8 +4,8 @@
     reconfigure  every member calls it with the same uuid and the same handles, and they are the next group
     shrink       the same, with the handles of those who are left, which each rank knows from the start
 
-A uuid is used once. The group that was ends first: its operations under way fail, also where the next group does not
-form. Then this rank is in no group, and may be called again with another uuid.
+A uuid is used once. The group that was ends first: its operations under way fail, also if the next group does not
+form. This rank is then in no group, and `reconfigure` may be called again with another uuid.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Departure:
 
     @classmethod
     def of(cls, ranks: tuple[int, ...], left: control_messages.Message, source: Member | None) -> Departure:
-        """Of a switch's `left` message with these ranks."""
+        """Return the departure that a switch's `left` message reports, of these ranks."""
         fault = left.get("fault")
         return cls(ranks, str(left.get("reason", ""))[:MAX_REASON], fault if type(fault) is int else None, source)
 

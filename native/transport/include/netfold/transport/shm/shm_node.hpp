@@ -176,7 +176,7 @@ class ShmNode {
   struct alignas(4096) Header {
     std::atomic<std::uint64_t> asleep[kMaxSize / 64];
   };
-  // Where the parts with an entry for each rank lie in a segment.
+  // The places in a segment of the parts that have an entry for each rank.
   struct Layout {
     explicit Layout(int size);
     std::size_t node_bytes(int size) const { return sizeof(Header) + static_cast<std::size_t>(size) * segment_bytes; }
