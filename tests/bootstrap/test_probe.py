@@ -46,9 +46,9 @@ def pair() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def agree(stream: socket.socket, rank: int, build: Any = build) -> probe.TableChoice:
+def agree(stream: socket.socket, rank: int, build: Any = build, **settings: Any) -> probe.TableChoice:
     tree = StartTree(rank, place_of(rank, [[0], [1]]), {1 - rank: stream}, soon())
-    return probe.agree(tree, lambda _: stream, Topology.apart(2), build, soon(), hosts=HOSTS)
+    return probe.agree(tree, lambda _: stream, Topology.apart(2), build, soon(), hosts=HOSTS, **settings)
 
 
 def play(build: Any = build) -> tuple[probe.TableChoice, probe.TableChoice]:
@@ -123,6 +123,23 @@ def test_a_delay_of_every_small_ping_leaves_a_positive_rate(monkeypatch: pytest.
     link = Link(monkeypatch, lambda size, before: 0.01 if size < 100 else 1e-4)
     fitted = probe.fit_link(probe._ping(link))  # type: ignore[arg-type]
     assert 1e8 < fitted.bytes_per_s < 1e12
+
+
+def test_the_follower_lets_its_stream_go_on_until_it_has_the_table() -> None:
+    """Found over two links of tcp;ofi_rxm: rank 0's last bytes waited for progress that only its peer could make."""
+    leader, follower = pair()
+    progressed = threading.Event()
+
+    def build_late(links: Links) -> ChoiceTable:
+        assert progressed.wait(seconds(10)), "the follower made no progress"
+        return build(links)
+
+    other = threading.Thread(target=lambda: agree(follower, 1, progress=progressed.set), daemon=True)
+    other.start()
+    agree(leader, 0, build_late)
+    other.join(seconds(60))
+    leader.close()
+    follower.close()
 
 
 def leave(stream: socket.socket, rank: int) -> str:

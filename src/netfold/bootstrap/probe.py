@@ -78,6 +78,7 @@ def agree(
     hosts: frozenset[str],
     rails: int = 1,
     switches: tuple[float, ...] = (),
+    progress: Callable[[], None] | None = None,
 ) -> TableChoice:
     """Rank 0 measures and chooses; every rank returns rank 0's choice.
 
@@ -85,6 +86,7 @@ def agree(
     build: makes the table, at rank 0.
     hosts: the addresses of all ranks. The links between these hosts are measured once.
     switches: the rates that rank 0 knows (Links.switches).
+    progress: lets the streams go on, where they do so only in calls: rank 0's last bytes may need its peer's.
     Cost: about 30 ms, and 40 ms more over a fabric, the first time between these hosts.
     Raises RendezvousError that names the rank that left.
     """
@@ -106,7 +108,7 @@ def agree(
             raise RendezvousError(
                 f"rank {rank}: rank {other} left while {what} ({error}); see its own output", rank=other
             ) from None
-    return TableChoice.from_json(tree.broadcast(lambda: TableChoice(build(links), links).to_json(), what))
+    return TableChoice.from_json(tree.broadcast(lambda: TableChoice(build(links), links).to_json(), what, progress))
 
 
 def _measured_peer(tree: StartTree, topology: Topology) -> int:

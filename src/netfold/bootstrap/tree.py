@@ -34,6 +34,8 @@ _FRAME = struct.Struct(">Ic")
 _VALUE, _FAILURE = b"V", b"F"
 # A rank waits so much longer than those below it, whose error then names the rank that is late.
 _GRACE_S = 0.3
+# Between two calls of a provider's progress, while this rank waits.
+_PROGRESS_S = 0.0005
 
 Value = TypeVar("Value")
 
@@ -125,9 +127,13 @@ class StartTree:
         place = self.place
         return self._exchange(value, place.own_host, None if place.leads else place.parent, what)
 
-    def broadcast(self, make: Callable[[], Value], what: str) -> Value:
-        """Rank 0's value: `make` is called there alone."""
-        value = self._receive(self.place.parent, what) if self.place.parent is not None else make()
+    def broadcast(self, make: Callable[[], Value], what: str, meanwhile: Callable[[], None] | None = None) -> Value:
+        """Rank 0's value: `make` is called there alone.
+
+        meanwhile: called every _PROGRESS_S where this rank waits for the value.
+        """
+        parent = self.place.parent
+        value = self._receive(parent, what, meanwhile) if parent is not None else make()
         for child in self.place.children:
             self._send(child, value, what)
         result: Value = value
@@ -162,13 +168,15 @@ class StartTree:
             self._look(0, what)  # the peer may have sent its reason
             raise self._left(peer, what, error) from None
 
-    def _receive(self, peer: int, what: str) -> Any:
+    def _receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> Any:
         levels = self.place.height if peer != self.place.parent else self.place.height + 10
         while not self._received[peer]:
             left_s = self._deadline + levels * _GRACE_S - time.monotonic()
             if left_s <= 0:
                 raise RendezvousError(f"rank {self.rank}: rank {peer} did not answer in time while {what}", rank=peer)
-            self._look(left_s, what)
+            if meanwhile is not None:
+                meanwhile()
+            self._look(left_s if meanwhile is None else _PROGRESS_S, what)
         return self._received[peer].popleft()
 
     def _look(self, wait_s: float, what: str) -> None:

@@ -246,8 +246,17 @@ def _choose(
     if options.fabric is not None:
         hosts = frozenset(f"{options.fabric} {host}" for host in hosts)
     known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
-    rails = agreement.interfaces.rails
-    found = probe.agree(mesh.tree, stream_to, topology, build_first, deadline, hosts=hosts, rails=rails, switches=known)
+    found = probe.agree(
+        mesh.tree,
+        stream_to,
+        topology,
+        build_first,
+        deadline,
+        hosts=hosts,
+        rails=agreement.interfaces.rails,
+        switches=known,
+        progress=None if over.port is None else over.port.progress,
+    )
     return ChosenTable(*found, topology, build, measures)
 
 
