@@ -25,7 +25,7 @@ from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tree import Place, StartTree, place_of
+from netfold.bootstrap.tree import Place, StartTree, places_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
@@ -248,8 +248,7 @@ def connect_tree(
     """
     group = registered_group
     rank, size = group.rank, group.size
-    at = [format_endpoint(name, listener.port) for name in interfaces.hosts]
-    store.set(_address(rank), json.dumps({"at": at, "rails": group.rails, "fabric": fabric, "host": host}).encode())
+    publish_address(store, group, [format_endpoint(name, listener.port) for name in interfaces.hosts], fabric, host)
     peer_addresses = PeerAddresses(interfaces, [[] for _ in range(size)])
     published = _publish_places(store, group, fabric, deadline) if rank == 0 else None
     place, parent_at = _read_place(store, group, deadline)
@@ -312,6 +311,12 @@ def _explain_absence(
     )
 
 
+def publish_address(store: Store, group: RegisteredGroup, at: Sequence[str], fabric: str | None, host: str) -> None:
+    """Tell rank 0 where this rank listens. host: as of `connect_tree`."""
+    published = {"at": at, "rails": group.rails, "fabric": fabric, "host": host}
+    store.set(_address(group.rank), json.dumps(published).encode())
+
+
 def publish_failure(store: Store, rank: int, size: int, why: str) -> None:
     """Tell the ranks that wait for this one's addresses why there will be none."""
     with contextlib.suppress(Exception):  # then they find out at their deadline
@@ -357,11 +362,9 @@ def _publish_places(
         _publish_refusal(store, group.size, refusal)
         raise _refused(refusal, group) from None
     hosts = hosts_of([identity for _, identity in found])
-    for ranks in hosts:
-        for rank in ranks:
-            place = place_of(rank, hosts)
-            parent_at = [] if place.parent is None else found[place.parent][0]
-            store.set(_place(rank), json.dumps([place, parent_at]).encode())
+    for rank, place in places_of(hosts):
+        parent_at = [] if place.parent is None else found[place.parent][0]
+        store.set(_place(rank), json.dumps([place, parent_at]).encode())
     return found
 
 

@@ -4,7 +4,8 @@ The ranks of a host are a tree below the host's first rank, its leader, and the 
 rank has few connections, and few messages pass between hosts. A rank connects to its parent, which has a lower number.
 The connections later carry collectives like any other.
 
-Every exchange is a gather up the tree and a broadcast down it. Frames on a connection:
+Every exchange is a gather up the tree and a broadcast down it. A rank's steps in it are generators without I/O, which
+`StartTree` runs over sockets (and bench/start_simulation.py in virtual time). Frames on a connection:
 
     length (4 bytes), kind (1 byte), msgpack
     kind V   a value, or the values of a subtree by rank
@@ -19,7 +20,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -61,15 +62,26 @@ class Place(NamedTuple):
 def place_of(rank: int, hosts: Sequence[Sequence[int]]) -> Place:
     """hosts: the ranks of each host, ascending; the hosts in the order of their first ranks."""
     number = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+    return _place(number, hosts[number].index(rank), hosts, max(map(len, hosts)))
+
+
+def places_of(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Place]]:
+    """Every rank with its place. hosts: as of `place_of`."""
+    largest = max(map(len, hosts))
+    for number, ranks in enumerate(hosts):
+        for at, rank in enumerate(ranks):
+            yield rank, _place(number, at, hosts, largest)
+
+
+def _place(number: int, at: int, hosts: Sequence[Sequence[int]], largest: int) -> Place:
+    """Of the rank at a position of a host. largest: the most ranks of a host."""
     ranks = hosts[number]
-    at = ranks.index(rank)
     below = tuple(ranks[child] for child in _children(at, len(ranks)))
     height = _height(at, len(ranks))
     if at > 0:
         return Place(ranks[_parent(at)], False, below, (), height)
     leaders = tuple(hosts[child][0] for child in _children(number, len(hosts)))
     parent = hosts[_parent(number)][0] if number > 0 else None
-    largest = max(map(len, hosts))
     return Place(parent, True, below, leaders, max(height, _height(number, len(hosts)) + _height(0, largest)))
 
 
@@ -84,6 +96,42 @@ def _children(at: int, count: int) -> range:
 def _height(at: int, count: int) -> int:
     below = _children(at, count)
     return 1 + _height(below[0], count) if below else 0
+
+
+class Send(NamedTuple):
+    """Send a value to each of these neighbours."""
+
+    peers: tuple[int, ...]
+    value: Any
+
+
+class Receive(NamedTuple):
+    """Wait for a neighbour's value, which is the result of this step."""
+
+    peer: int
+
+
+Steps = Generator[Send | Receive, Any, Value]
+
+
+def gather_steps(rank: int, value: Any, children: Sequence[int], parent: int | None) -> Steps[dict[int, Any]]:
+    """One rank's steps to gather the values of all ranks above and below it, by rank."""
+    values = {rank: value}
+    for child in children:
+        values |= yield Receive(child)
+    if parent is not None:
+        yield Send((parent,), values)
+        values = yield Receive(parent)
+    yield Send(tuple(children), values)
+    return values
+
+
+def broadcast_steps(place: Place, make: Callable[[], Value]) -> Steps[Value]:
+    """One rank's steps to send or receive what `make` gives at rank 0."""
+    value = (yield Receive(place.parent)) if place.parent is not None else make()
+    yield Send(place.children, value)
+    result: Value = value
+    return result
 
 
 class StartTree:
@@ -132,12 +180,7 @@ class StartTree:
 
         meanwhile: called every _PROGRESS_S where this rank waits for the value.
         """
-        parent = self.place.parent
-        value = self._receive(parent, what, meanwhile) if parent is not None else make()
-        for child in self.place.children:
-            self._send(child, value, what)
-        result: Value = value
-        return result
+        return self._run(broadcast_steps(self.place, make), what, meanwhile)
 
     def fail(self, text: str, at_fault: int | None) -> None:
         """Tell the other ranks why this one does not go on."""
@@ -148,25 +191,35 @@ class StartTree:
                 stream.sendall(_FRAME.pack(len(failure), _FAILURE) + failure)
 
     def _exchange(self, value: Any, children: Sequence[int], parent: int | None, what: str) -> list[Any]:
-        values = {self.rank: value}
-        for child in children:
-            values |= self._receive(child, what)
-        if parent is not None:
-            self._send(parent, values, what)
-            values = self._receive(parent, what)
-        for child in children:
-            self._send(child, values, what)
+        values = self._run(gather_steps(self.rank, value, children, parent), what)
         return [values[rank] for rank in sorted(values)]
 
-    def _send(self, peer: int, value: Any, what: str) -> None:
-        frame = msgpack.packb(value)
-        stream = self.streams[peer]
-        try:
-            stream.settimeout(max(0.001, self._deadline - time.monotonic()))
-            stream.sendall(_FRAME.pack(len(frame), _VALUE) + frame)
-        except OSError as error:
-            self._look(0, what)  # the peer may have sent its reason
-            raise self._left(peer, what, error) from None
+    def _run(self, steps: Steps[Value], what: str, meanwhile: Callable[[], None] | None = None) -> Value:
+        received: Any = None
+        while True:
+            try:
+                step = steps.send(received)
+            except StopIteration as end:
+                result: Value = end.value
+                return result
+            received = None
+            if isinstance(step, Receive):
+                received = self._receive(step.peer, what, meanwhile)
+            else:
+                self._send(step, what)
+
+    def _send(self, step: Send, what: str) -> None:
+        # Encoded once: the addresses of 60,000 ranks are 4 MB, and a leader has 16 children.
+        frame = msgpack.packb(step.value)
+        head = _FRAME.pack(len(frame), _VALUE)
+        for peer in step.peers:
+            stream = self.streams[peer]
+            try:
+                stream.settimeout(max(0.001, self._deadline - time.monotonic()))
+                stream.sendall(head + frame)
+            except OSError as error:
+                self._look(0, what)  # the peer may have sent its reason
+                raise self._left(peer, what, error) from None
 
     def _receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> Any:
         levels = self.place.height if peer != self.place.parent else self.place.height + 10
