@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,6 +53,8 @@ TENSOR_PART = 1448 / 1538
 # Of one core of the switch, per packet of 1408 bytes (switch_cost.md): alone, and in a stream that GRO joins.
 PACKET_S, STREAM_PACKET_S = 1408 * 8 / 3.30e9, 1408 * 8 / 8.38e9
 SWITCH_CORES = 16
+# More than a link carries in a round trip. Slots of a larger window take gigabytes here. Simulated packets of a run.
+WINDOW_BYTES, PACKETS = 256 << 10, 100_000
 # CPU seconds of a leaf for the path and the join of a worker (tree_admission.md: 0.24 s for 256).
 ADMISSION_S = 0.24 / 256
 BEGIN_S = 1.0
@@ -140,10 +143,11 @@ def formula_s(algorithm: str, size: float, hosts: int, links: Links) -> float:
     return FORMULAS["all_reduce", algorithm].seconds(Case(size, Topology.apart(hosts), links))
 
 
-def through_packets_s(size: float, hosts: int, leaves: int, gbit: float, network: Network) -> float:
+@lru_cache
+def through_packets_s(size: float, hosts: int, leaves: int, gbit: float, latency: Latency) -> float:
     """A tree of switches that take no time and have a port of their own for each link, packet by packet."""
-    fabric = Fabric(hosts, gbit * GIGABIT, network.latency.link_s, racks=leaves)
-    return all_reduce(fabric, size).time_s + network.latency.stack_s
+    fabric = Fabric(hosts, gbit * GIGABIT, latency.link_s, racks=leaves, window_bytes=WINDOW_BYTES)
+    return all_reduce(fabric, size, most_packets=PACKETS).time_s + latency.stack_s
 
 
 def through_daemons_s(size: float, hosts: int, leaves: int, gbit: float, links_to: float = 4) -> float:
@@ -174,7 +178,7 @@ def reduction_rows(ranks: int, size: int) -> list[list[object]]:
             small = size == SMALL
             found.append(inside + (between.tree(size) if small else formula_s("tree", size, hosts, links)))
             daemons = inside + through_daemons_s(size, hosts, leaves, gbit)
-            packets = inside + through_packets_s(size, hosts, leaves, gbit, network)
+            packets = inside + through_packets_s(size, hosts, leaves, gbit, network.latency)
             auto = best_between("all_reduce", Case(size, Topology.even(ranks, hosts), links))
             cells = [f"{each * unit:{form}}" for each in (*found, daemons, packets, inside)]
             predicted = f"{(inside + formula_s(auto, size, hosts, links)) * unit:{form}}"
@@ -191,7 +195,7 @@ def beside_talk_rows() -> list[list[object]]:
         inside = inside_s(SMALL, per_host, links) if per_host > 1 else 0.0
         between = Between(network, hosts, links.network.bytes_per_s, links.reduce_bytes_per_s)
         best = min(between.halving_doubling(SMALL), between.tree(SMALL))
-        packets = through_packets_s(SMALL, hosts, leaves, 100, network)
+        packets = through_packets_s(SMALL, hosts, leaves, 100, network.latency)
         cells = [f"{each * 1e6:.1f}" for each in (inside, inside + best, inside + packets)]
         rows.append([f"{hosts:,}", per_host, *cells])
     return rows
@@ -217,7 +221,7 @@ def error_rows() -> tuple[list[list[object]], list[list[object]]]:
         (16, 1, 4 << 20),
         (64, 4, 1 << 20),
     ):
-        fabric = Fabric(workers, 10 * GIGABIT, LINK_S, racks=racks)
+        fabric = Fabric(workers, 10 * GIGABIT, LINK_S, racks=racks, window_bytes=WINDOW_BYTES)
         whole = all_reduce(fabric, size, most_packets=10**9)
         composed = all_reduce(fabric, size, most_packets=8_000)
         apart = (whole.closed_s / whole.time_s - 1, composed.time_s / whole.time_s - 1)
