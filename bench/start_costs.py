@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ import driver
 import msgpack
 from start_simulation import Costs, address, identity
 
+from netfold import Communicator, FileStore
 from netfold._native import engine
 from netfold.bootstrap import handle, rendezvous
 from netfold.bootstrap.addresses import Interfaces
@@ -173,6 +175,23 @@ def handshakes() -> Both:
             return least(lambda: each(pid, CLIENTS, join))
         finally:
             release_listener(own)
+
+
+def _form_alone(answer: Connection) -> None:
+    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+        began = time.process_time()
+        group = Communicator(FileStore(folder), 0, 1)
+        answer.send(time.process_time() - began)
+        group.close()
+
+
+def alone_s() -> float:
+    """A group of one rank: listener, engine, sockets, the first use of modules; in a process that was just forked."""
+    found: list[float] = []
+    for _ in range(TURNS):
+        with child(_form_alone) as (answer, _):
+            found.append(answer.recv())
+    return min(found)
 
 
 def frames() -> Both:
@@ -336,11 +355,13 @@ def _at_size(answer: Connection, hosts: list[list[int]], leaves: int) -> None:
 
 def measure_costs(of: AtSize, base: Costs, places_s: float) -> Costs:
     """`base` with what depends on P. places_s: rank 0's, of `Rendezvous`."""
-    work = (*of.work_s.items(), ("places", places_s))
+    work = (*base.alike_s, *of.work_s.items(), ("places", places_s))
     return replace(base, encode_byte_s=of.encode_byte_s, decode_byte_s=of.decode_byte_s, alike_s=work)
 
 
-def costs(connection: Both, request: Both, join: Both, frame: Both, byte_s: float, *, is_rank_0: bool) -> Costs:
+def costs(
+    connection: Both, request: Both, join: Both, frame: Both, byte_s: float, alone: float, *, is_rank_0: bool
+) -> Costs:
     return Costs(
         *connection,
         *request,
@@ -351,13 +372,15 @@ def costs(connection: Both, request: Both, join: Both, frame: Both, byte_s: floa
         copy_byte_s=byte_s,
         encode_byte_s=0.0,
         decode_byte_s=0.0,
+        alike_s=(("alone", alone),),
         store_is_rank_0=is_rank_0,
     )
 
 
-def real_start_s(found: str, size: int) -> list[float]:
-    """Seconds until the last rank had its group, by launch, of what bench/scale.py --data wrote."""
-    return [launch["start_s"] for launch in json.loads(found)[str(size)]["sides"]["netfold"] if "start_s" in launch]
+def real_starts(found: str, size: int) -> list[tuple[float, float]]:
+    """By launch of bench/scale.py --data: seconds until the last rank had its group, and CPU s of the median rank."""
+    launches = json.loads(found)[str(size)]["sides"]["netfold"]
+    return [(launch["start_s"], launch["start_cpu_s"][0]) for launch in launches if "start_s" in launch]
 
 
 def _timed(work: Callable[[], Any], turns: int = 3) -> tuple[Any, float]:

@@ -279,6 +279,7 @@ class StartUp:
 
     def _script(self, rank: int) -> Script:
         requests, place = self._met.requests[rank], self._met.places[rank]
+        yield Work(self._work.get("alone", 0.0))
         yield Open()
         yield Reached("store")
         yield requests["claim"]

@@ -183,6 +183,7 @@ def test_the_routes_of_a_dragonfly(network: Any) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.jobs
 def test_the_page_of_1024_ranks(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "simulate_scale.py"), "--ranks", "1024", "--beside", ""]
     subprocess.run([*command, "-o", str(tmp_path / "page.md")], check=True, capture_output=True, timeout=seconds(300))
