@@ -255,7 +255,7 @@ def beside_real(sizes: Sequence[int], own: Costs, launches: int = 3) -> list[lis
 
 
 def figures(ranks: int, met: Rendezvous, shown: Result, at: start_costs.AtSize) -> list[object]:
-    """What grows with P, for a table of one column each."""
+    """The figures that grow with P: a column of the second table."""
     hosts = even_hosts(ranks, PER_HOST[ranks])
     values = sum(request.sent_bytes for of in met.requests for some in of.values() for request in some)
     requests = sum(shown.requests.values())

@@ -266,7 +266,7 @@ def loopback_s() -> float:
 
 
 class AtSize(NamedTuple):
-    """What each rank does alone at some P: seconds by phase, and figures."""
+    """A rank's own work at some P: seconds by phase, and figures."""
 
     work_s: dict[str, float]
     addresses_bytes: int  # the frame with all addresses

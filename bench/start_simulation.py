@@ -116,7 +116,7 @@ class RecordedStore:
 
 
 class Rendezvous(NamedTuple):
-    """What production's ranks ask of the store, and what they learn."""
+    """The requests of production's ranks at the store, and the replies."""
 
     requests: list[dict[str, list[Request]]]  # by rank: by phase
     places: list[Place]
@@ -377,7 +377,7 @@ class StartUp:
                 return self._at(self._now, rank)
 
     def _compute(self, rank: int, seconds: float, since_s: float = 0.0) -> float:
-        """When the rank's core has done so much work. since_s: not before."""
+        """The time at which the rank's core has done so much work. since_s: not before."""
         since_s = max(since_s, self._now, self._free[rank])
         self.result.busy_s[rank] = self.result.busy_s.get(rank, 0.0) + seconds
         if self._pool:
@@ -387,7 +387,7 @@ class StartUp:
         return self._free[rank]
 
     def _carry(self, source: int, to: int, size: int, since_s: float) -> tuple[float, float]:
-        """When a message of `size` bytes has left its host, and when it is there."""
+        """The times at which a message of `size` bytes has left its host, and is there."""
         if source == to:
             there = since_s + self._fabric.latency_s(source, to)
             return since_s, there
