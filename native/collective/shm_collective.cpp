@@ -43,13 +43,11 @@ Progress ShmCollective::poll(std::int64_t now_ns) {
 }
 
 void ShmCollective::check_peers(std::int64_t now_ns) {
-  if (connect_ns_ < 0) connect_ns_ = now_ns + kConnectNs;
+  if (look_ns_ < 0) look_ns_ = now_ns + kLookNs;
   check_due_ = now_ns < next_check_ns_;
   if (check_due_) return;
-  if (now_ns >= connect_ns_) {
-    watched_ = std::min(std::max(1, 2 * watched_), size_);
-    connect_ns_ = now_ns + kConnectNs;
-  }
+  looks_ = now_ns >= look_ns_;
+  if (looks_) look_ns_ = now_ns + (looked_at_ < size_ ? 1 : (size_ + kLooks - 1) / kLooks) * kLookNs;
   find_lost();
   check_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
   next_check_ns_ = now_ns + kCheckNs;
@@ -300,21 +298,23 @@ void ShmCollective::wait_for(WaitSet& set) const {
 void ShmCollective::wait_for_check(WaitSet& set) const {
   // The doorbell that woke this rank may have announced a failure, and will not ring again.
   if (check_due_) set.wake_at(next_check_ns_);
-  if (awaits_unwatched_) set.wake_at(connect_ns_);
+  set.wake_at(look_ns_);
 }
 
 void ShmCollective::find_lost() {
-  awaits_unwatched_ = false;
+  const int first = looked_at_;
+  if (looks_ && looked_at_ < size_) looked_at_ += kLooks;
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
     const auto left = node_.segment(position).left.load(std::memory_order_acquire);
     // A rank counts as lost only at the second check, so that a poll in between reads what it wrote before it left.
     bool is_gone = false;
     if (is_awaited(position)) {
+      const int behind = (position - self_ - 1 + size_) % size_;
+      const bool is_next = first >= size_ || (behind >= first && behind < first + kLooks);
+      const bool looks = (looks_ && is_next) || leaving_[index(position)];
       const int rank = node_.rank(position);
-      const bool looks = mesh_.was_connected(rank) || (position - self_ + size_) % size_ <= watched_;
-      awaits_unwatched_ |= !looks;
-      is_gone = left == Node::kLeft || (looks && mesh_.hung_up(rank));
+      is_gone = left == Node::kLeft || (mesh_.was_connected(rank) ? mesh_.hung_up(rank) : looks && has_ended(position));
     }
     const bool is_lost = is_gone && leaving_[index(position)];
     leaving_[index(position)] = is_gone;
@@ -325,6 +325,11 @@ void ShmCollective::find_lost() {
       lose(position);
     }
   }
+}
+
+bool ShmCollective::has_ended(int position) {
+  if (const auto ended = node_.has_ended(position)) return *ended;
+  return mesh_.hung_up(node_.rank(position));  // connects to that rank
 }
 
 void ShmCollective::read_failure(int position) {

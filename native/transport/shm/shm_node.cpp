@@ -1,10 +1,24 @@
+#include <fcntl.h>
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <string>
 
 namespace netfold::transport {
+namespace {
+
+struct flock lock_of(int position) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = position;
+  lock.l_len = 1;
+  return lock;
+}
+
+}  // namespace
 
 ShmNode::Layout::Layout(int size) {
   const auto count = static_cast<std::size_t>(size);
@@ -42,6 +56,17 @@ ShmNode::ShmNode(int self, std::vector<int> ranks, Fd memory, Fd socket, std::st
   for (int position = 0; position < size(); ++position) {
     fd_exchange_.add(rank(position), control_messages(self_, position), control_messages(position, self_));
   }
+  // Locks belong to an open file, and all ranks were passed the same one.
+  lock_ = ProcessFd(Fd(::open(("/proc/self/fd/" + std::to_string(memory.get())).c_str(), O_RDWR | O_CLOEXEC)));
+  struct flock lock = lock_of(self_);
+  if (lock_ && ::fcntl(lock_.get(), F_OFD_SETLK, &lock) == 0) own().has_lock.store(1, std::memory_order_release);
+}
+
+std::optional<bool> ShmNode::has_ended(int position) {
+  if (!lock_ || segment(position).has_lock.load(std::memory_order_acquire) == 0) return std::nullopt;
+  struct flock lock = lock_of(position);
+  if (::fcntl(lock_.get(), F_OFD_GETLK, &lock) != 0) return std::nullopt;
+  return lock.l_type == F_UNLCK;
 }
 
 std::byte* ShmNode::bounce(int position) {

@@ -131,10 +131,10 @@ class ShmCollective : public Algorithm {
   };
   // The time between two checks whether awaited ranks are still there.
   static constexpr std::int64_t kCheckNs = 1'000'000;
-  // The end of an awaited rank shows by its connection. Most waits are too short to need one. After kConnectNs a rank
-  // looks at the rank behind it, then at the next two, four, and so on: one rank that sees the end tells all others in
-  // memory, so they need no connections of their own.
-  static constexpr std::int64_t kConnectNs = 100'000'000;
+  // Every kLookNs of its wait a rank looks whether the next kLooks ranks behind it have ended; once around, at all of
+  // them, after as much time as that took. One rank that sees the end tells all others in memory.
+  static constexpr std::int64_t kLookNs = 100'000'000;
+  static constexpr int kLooks = 8;
 
   Reference reference(int position, std::size_t number) const;
   bool post();
@@ -143,6 +143,7 @@ class ShmCollective : public Algorithm {
   void compare(int position);
   bool is_awaited(int position) const;
   void find_lost();
+  bool has_ended(int position);
   // Fails with the reason that a rank left in its segment.
   void read_failure(int position);
 
@@ -152,9 +153,9 @@ class ShmCollective : public Algorithm {
   std::vector<bool> read_;
   std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
   std::int64_t next_check_ns_ = 0;
-  std::int64_t connect_ns_ = -1;
-  bool awaits_unwatched_ = false;
-  int watched_ = 0;  // how many of the ranks behind this one are looked at
+  std::int64_t look_ns_ = -1;
+  bool looks_ = false;
+  int looked_at_ = 0;  // the ranks behind this one, up to all
   bool check_due_ = false;
 };
 

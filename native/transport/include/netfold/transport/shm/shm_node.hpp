@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,7 @@ class ShmNode {
   // The part of a segment that is the same for any number of ranks. The parts with an entry for each rank follow.
   struct Segment {
     alignas(64) std::atomic<std::uint32_t> left;  // Left
+    std::atomic<std::uint32_t> has_lock;          // 1: has_ended can tell the end of the owner's process
     std::int32_t fault_rank;
     std::uint32_t expired_call;  // the collective whose deadline passed; 0 for none
     std::int64_t expired_timeout_ns;
@@ -162,6 +164,9 @@ class ShmNode {
   // After `leave`: whether that rank still uses this rank's memory.
   bool is_used_by(int position) { return uses(position, self_).load(std::memory_order_acquire) != 0; }
 
+  // Whether that rank's process has ended; nullopt where only a connection to it would show that. A system call.
+  std::optional<bool> has_ended(int position);
+
   // The values of `Segment::left`. A rank that leaves in order (kLeft) fails only ranks that still wait for it.
   enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };
   // Tells the other ranks once why this rank fails or leaves.
@@ -215,6 +220,9 @@ class ShmNode {
   std::vector<int> ranks_;
   Layout layout_;
   Mapping mapping_;
+  // The memory, opened by this rank. It holds a lock of the byte at this rank's position, which the kernel releases when
+  // the process ends. A child made by fork has no part of it.
+  ProcessFd lock_;
   Header* header_ = nullptr;
   std::byte* segments_ = nullptr;
   ShmFdExchange fd_exchange_;
