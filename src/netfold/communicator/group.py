@@ -104,7 +104,8 @@ class Group:
             listener, job = connections.agreement.listener, connections.job
             self.name = job.name
             self.store = connections.agreement.store  # None where the ranks met over handles
-            self.endpoint, self._handles = connections.regrouping
+            self.endpoint = connections.regrouping.endpoint
+            self.make_handles = functools.cache(connections.regrouping.handles)
             self.nodes = connections.memory.nodes
             self.peer_memory: Any = connections.memory.peer_memory
             self.shares_buckets = startup.is_shared(connections.memory) and options.share_buckets != "off"
@@ -420,10 +421,10 @@ class Group:
         text = f"rank {self.rank} aborted the group: {reason}"
         self._native.fail(engine.FAILURES.index("aborted"), self.rank, text)
 
-    @functools.cached_property
+    @property
     def handles(self) -> tuple[str, ...]:
         """Of all ranks (bootstrap/handle.py). A group of some of them, and of others, can form over handles."""
-        return self._handles()
+        return self.make_handles()
 
     def close(self, reason: str | None = None) -> None:
         """End the group without waiting for other ranks. Operations under way fail. Idempotent.
