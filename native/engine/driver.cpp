@@ -161,7 +161,7 @@ void Group::start_next(std::int64_t now) {
   Operation& operation = *active_.back();
   operation.record_.started_ns = now;
   operation.algorithm_ =
-      collective::make_algorithm(operation.call_, {*mesh_, switch_paths_, node_.get(), options_.nodes, shares_.get()});
+      collective::make_algorithm(operation.call_, {*mesh_, switch_paths_, node_.get(), hosts_.get(), shares_.get()});
   if (waits_for_mesh && operation.algorithm_ != nullptr) operation.algorithm_->wait_for_mesh();
 }
 

@@ -48,6 +48,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
     : engine_(engine),
       options_(std::move(options)),
       mesh_(std::move(mesh)),
+      hosts_(collective::make_host_map(options_.nodes, mesh_->rank())),
       transfers_(std::move(lane)),
       fallback_meshes_(std::move(fallback_meshes)),
       needs_progress_(mesh_->needs_progress()),

@@ -112,16 +112,17 @@ def test_all_ranks_exchange_values_over_few_connections(size: int, per_host: int
 @pytest.mark.parametrize(("size", "per_host"), [(1, 1), (7, 1), (100, 1), (100, 100), (1000, 64), (10_000, 8)])
 def test_every_rank_has_one_parent_that_knows_it(size: int, per_host: int) -> None:
     hosts = hosts_of(size, per_host)
-    # place_of looks a rank's host up, so not every rank of the large groups is asked.
-    asked = range(0, size, max(1, size // 200))
-    for rank in asked:
-        place = tree.place_of(rank, hosts)
+    places = dict(tree.places_of(hosts))
+    assert sorted(places) == list(range(size))
+    for rank, place in places.items():
+        if rank % max(1, size // 50) == 0:  # place_of looks a rank's host up
+            assert place == tree.place_of(rank, hosts)
         assert (place.parent is None) == (rank == 0)
         if place.parent is not None:
             assert place.parent < rank
-            assert rank in tree.place_of(place.parent, hosts).children
+            assert rank in places[place.parent].children
         for child in place.children:
-            below = tree.place_of(child, hosts)
+            below = places[child]
             assert below.parent == rank and below.height < place.height
             assert below.leads == (child in place.other_hosts)
 

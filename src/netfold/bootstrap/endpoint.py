@@ -138,16 +138,16 @@ class Endpoint:
 class Asking:
     """Asks one other member's endpoint, again and again. For one thread."""
 
-    def __init__(self, member: Handle, interfaces: Interfaces, uuid: str, digest: str, identity: bytes) -> None:
+    def __init__(self, member: Handle, own: Endpoint, uuid: str, digest: str) -> None:
         self._secret, self._security = member.secret, SECURITIES.index(member.security)
-        self._peer_addresses = PeerAddresses(interfaces, [member.endpoints()])
-        self._request = {"type": "reconfigure", "uuid": uuid, "digest": digest, "identity": identity}
+        self._listener, self._peer_addresses = own.listener, PeerAddresses(own.interfaces, [member.endpoints()])
+        self._request = {"type": "reconfigure", "uuid": uuid, "digest": digest, "identity": own.handle.identity}
 
     def ask(self, timeout_s: float) -> Message:
         """Raises RendezvousError where the member is gone; OSError or EOFError where it did not answer."""
         hello = Hello(CALL, handshake.token_of(self._secret), 1, 0, 2, security=self._security)
-        stream = rendezvous.connect(self._peer_addresses, hello, self._secret, time.monotonic() + timeout_s)
-        with stream:
+        connect = rendezvous.connect(self._peer_addresses, hello, self._secret, time.monotonic() + timeout_s)
+        with self._listener.run(connect) as stream:
             stream.settimeout(timeout_s)
             control_messages.send(stream, self._request)
             return control_messages.receive(stream)

@@ -105,7 +105,7 @@ class _Search:
         self, group: RegisteredGroup, peer_addresses: PeerAddresses, ended: threading.Event, deadline: float
     ) -> None:
         endpoint, proposal = self._endpoint, self._proposal
-        asking = Asking(self._member, endpoint.interfaces, proposal.uuid, proposal.digest, endpoint.handle.identity)
+        asking = Asking(self._member, endpoint, proposal.uuid, proposal.digest)
         pause_s = _FIRST_PAUSE_S if self._is_parent else _CHILD_PAUSE_S
         if not self._is_parent and ended.wait(pause_s):
             return

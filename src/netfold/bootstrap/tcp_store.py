@@ -305,7 +305,8 @@ class TcpStore:
 
     def _open(self, port: int, timeout_s: float) -> socket.socket:
         """A new connection to this job's store. OSError where another program, or another job's store, listens."""
-        stream = socket.create_connection((encoded(self._host), port), timeout=timeout_s)
+        # The type stubs know a host only as text.
+        stream = socket.create_connection((encoded(self._host), port), timeout=timeout_s)  # type: ignore[arg-type]
         with self._lock:
             self._streams.add(stream)
         try:

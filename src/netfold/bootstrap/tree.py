@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -61,15 +61,26 @@ class Place(NamedTuple):
 def place_of(rank: int, hosts: Sequence[Sequence[int]]) -> Place:
     """hosts: the ranks of each host, ascending; the hosts in the order of their first ranks."""
     number = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+    return _place(number, hosts[number].index(rank), hosts, max(map(len, hosts)))
+
+
+def places_of(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Place]]:
+    """Every rank with its place. hosts: as of `place_of`."""
+    largest = max(map(len, hosts))
+    for number, ranks in enumerate(hosts):
+        for at, rank in enumerate(ranks):
+            yield rank, _place(number, at, hosts, largest)
+
+
+def _place(number: int, at: int, hosts: Sequence[Sequence[int]], largest: int) -> Place:
+    """Of the rank at a position of a host. largest: the most ranks of a host."""
     ranks = hosts[number]
-    at = ranks.index(rank)
     below = tuple(ranks[child] for child in _children(at, len(ranks)))
     height = _height(at, len(ranks))
     if at > 0:
         return Place(ranks[_parent(at)], False, below, (), height)
     leaders = tuple(hosts[child][0] for child in _children(number, len(hosts)))
     parent = hosts[_parent(number)][0] if number > 0 else None
-    largest = max(map(len, hosts))
     return Place(parent, True, below, leaders, max(height, _height(number, len(hosts)) + _height(0, largest)))
 
 

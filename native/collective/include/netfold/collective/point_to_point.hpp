@@ -141,12 +141,18 @@ class PointToPoint {
     std::size_t credit_owed = 0;
 
     std::size_t outstanding = 0;  // this rank's calls that need the peer
-    bool in_memory = false;
-    Failure failure;  // why the peer is gone
+    bool is_busy = false;         // listed in busy_
+    Failure failure;              // why the peer is gone
+
+    bool has_work() const {
+      return outstanding > 0 || writing || !frames.empty() || !streaming.empty() || !in_flight.empty();
+    }
   };
 
-  Peer& at(int peer) { return peers_[static_cast<std::size_t>(peer)]; }
-  const Peer& at(int peer) const { return peers_[static_cast<std::size_t>(peer)]; }
+  // Makes the peer's state where there is none, and lists it in busy_.
+  Peer& at(int peer);
+  // Precondition: there is a state, as for each peer in busy_.
+  const Peer& at(int peer) const { return *peers_[static_cast<std::size_t>(peer)]; }
 
   // point_to_point.cpp: calls and frames.
   void post_send(Ticket ticket, const Call& call);
@@ -178,7 +184,9 @@ class PointToPoint {
   Ticket any_ticket(int peer) const;
 
   std::unique_ptr<transport::Mesh> lane_;
-  std::vector<Peer> peers_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // null until the first message to or from the rank
+  std::vector<int> busy_;                     // the ranks that a poll concerns, in no order
+  std::vector<bool> in_memory_;               // by rank
   MessageMatcher matcher_;
   std::vector<Done> done_;
   std::optional<Fault> fault_;
