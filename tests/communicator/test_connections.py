@@ -24,6 +24,7 @@ from load import seconds
 from ranks import Outcome, run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
+from netfold.communicator import startup
 from netfold.communicator.connection_manager import _SHORT_FROM, manager
 from netfold.errors import PeerLost
 
@@ -358,6 +359,29 @@ def test_first_connections_of_all_pairs_at_once_take_no_thread_each(security: st
     for tasks, made in values(run_ranks(_first_connections_of_all_pairs, 12, security, timeout_s=120)):
         assert tasks == 0
         assert made >= 2 * 11
+
+
+def _starts_late(rank: int, size: int, folder: str) -> None:
+    options = Options(transport="tcp", algorithm="direct", probe="off")
+    begin = startup.start_native
+
+    def late(*arguments: Any) -> Any:
+        if rank % 3 == 2:
+            time.sleep(0.5)
+        return begin(*arguments)
+
+    with mock.patch.object(startup, "start_native", late):
+        group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=60)
+    with group:
+        for turn in range(3):
+            total = group.all_reduce(np.full(1000, rank + turn, np.int64))
+            assert (total == size * (size - 1) // 2 + turn * size).all()
+        group.barrier()
+
+
+def test_a_first_connection_may_come_before_the_group_runs() -> None:
+    """Found by chance: it was taken for one of the start, which has no greeting."""
+    values(run_ranks(_starts_late, 12, timeout_s=60))
 
 
 def _comes_near_the_limit(rank: int, size: int, folder: str) -> tuple[int, int]:

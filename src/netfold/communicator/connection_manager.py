@@ -46,8 +46,8 @@ log = logging.getLogger("netfold")
 # A caller waits for these replies: one that takes longer counts as none.
 QUERY_TIMEOUT_S = 1.0
 _MAX_QUERIES = 16
-# Most ranks of a job are late together, and share their queries: each makes this many divided by the number of ranks,
-# at least one, to ranks that it waits for; and so many to others.
+# Most ranks of a job are late together, often for the same one, and share their queries: to ranks that they wait for,
+# and to others. In a job of more ranks than the second number, so many of them ask, by chance, one rank of each kind.
 _QUERIES_OF_AWAITED, _QUERIES_OF_OTHERS = 256, 64
 _LOG_FROM_S = 10.0
 _RETRY_S = 0.1
@@ -328,6 +328,8 @@ class GroupMonitor:
         Other ranks are queried too: the reason may be a failed rank that nobody waits for. Of many, a random choice.
         """
         size = self.registered_group.size
+        if random.random() * size > _QUERIES_OF_OTHERS:
+            return
         known = {self.rank, *ranks}
         most = min(size - len(known), max(1, _QUERIES_OF_OTHERS // size))
         others = [rank for rank in random.sample(range(size), most + len(known)) if rank not in known][:most]
