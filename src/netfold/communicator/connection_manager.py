@@ -92,7 +92,7 @@ class GroupMonitor:
             self.registered_group,
             self.peer_addresses,
             max(self.reconnect_s, _CONNECT_S),
-            on_made=self._log_first,
+            on_made=self._note_first,
             on_failure=self._give_up_first,
         )
 
@@ -169,7 +169,7 @@ class GroupMonitor:
             end = os.dup(stream.fileno())
             is_up = self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets)
             if is_up:
-                self._log_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
+                self._note_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
 
         return {"type": "reconnect", "received": broken[0]}, resume
 
@@ -238,7 +238,7 @@ class GroupMonitor:
                 else:
                     stream, reply = self.call(peer, rail, {"type": "reconnect", **about, "received": received}, left_s)
                     if reply["type"] == "reconnect":
-                        self._log_connected(lane, peer, rail, stream, is_first=is_first)
+                        self._note_connected(lane, peer, rail, stream, is_first=is_first)
                         secrets = mesh_secrets(stream)
                         fd = stream.detach()
                         self.native.reconnect(lane, peer, rail, reconnects, fd, reply["received"], secrets)
@@ -274,12 +274,12 @@ class GroupMonitor:
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
-    def _log_first(self, key: ConnectionKey, stream: Any) -> None:
+    def _note_first(self, key: ConnectionKey, stream: Any) -> None:
         peer, lane, rail = key
-        manager.look_at_files(stream.fileno())
-        self._log_connected(lane, peer, rail, stream, is_first=True)
+        self._note_connected(lane, peer, rail, stream, is_first=True)
 
-    def _log_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
+    def _note_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
+        manager.look_at_files(stream.fileno())
         was_released = (peer, lane, rail) in self.released
         self.released.discard((peer, lane, rail))
         level = logging.DEBUG if is_first or was_released else logging.WARNING
@@ -425,24 +425,30 @@ class _ConnectionManager:
         if self._releasing or soft == resource.RLIM_INFINITY or newest < _SHORT_FROM * soft:
             return
         self._releasing = True
-        self.start_task(partial(self._release_idle, newest + 1 - int(_SHORT_TO * soft)))
+        self.start_task(partial(self._release_until_enough, soft))
 
-    def _release_idle(self, most: int) -> None:
+    def _release_until_enough(self, soft: int) -> None:
         try:
-            with self._lock:
-                monitors = list(self._monitors.values())
-            latest = time.monotonic() - _IDLE_LEAST_S
-            idle = sorted(
-                (since, number, connection)
-                for number, monitor in enumerate(monitors)
-                for since, *connection in monitor.native.idle_connections()
-                if since < latest
-            )
-            for _, number, connection in idle[:most]:
-                with contextlib.suppress(RendezvousError, OSError, EOFError):
-                    monitors[number].release(*connection)
+            # Connections that are in use now may be idle later.
+            while not self._stopping and (files := len(os.listdir("/proc/self/fd"))) >= _SHORT_FROM * soft:
+                self._release_idle(files - int(_SHORT_TO * soft))
+                time.sleep(_IDLE_LEAST_S)
         finally:
             self._releasing = False
+
+    def _release_idle(self, most: int) -> None:
+        with self._lock:
+            monitors = list(self._monitors.values())
+        latest = time.monotonic() - _IDLE_LEAST_S
+        idle = sorted(
+            (since, number, connection)
+            for number, monitor in enumerate(monitors)
+            for since, *connection in monitor.native.idle_connections()
+            if since < latest
+        )
+        for _, number, connection in idle[:most]:
+            with contextlib.suppress(RendezvousError, OSError, EOFError):
+                monitors[number].release(*connection)
 
     def _run(self) -> None:
         while not self._stopping:
