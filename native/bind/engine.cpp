@@ -119,6 +119,12 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("address", [](const PeerMemory& self) { return std::uintptr_t(&self.mark()); })
       .def_prop_ro("bytes_read", &PeerMemory::bytes_read)
       .def_prop_ro("mark", [](const PeerMemory& self) { return nb::bytes(self.mark().data(), self.mark().size()); })
+      .def(
+          "select",
+          [](const PeerMemory& self, const std::vector<int>& positions) {
+            return std::make_shared<PeerMemory>(self, positions);
+          },
+          "positions"_a, "For a node of the ranks at these positions, which were all probed.")
       .def("probe", &probe, "position"_a, "pid"_a, "address"_a, "mark"_a,
            "Why the mark of the rank at `position` cannot be read; empty: it can.");
 

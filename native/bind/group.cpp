@@ -147,6 +147,16 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce,
   return operation;
 }
 
+std::shared_ptr<Operation> submit_message(Group& group, int peer, int tag, const Region& region, bool sends) {
+  collective::Call call;
+  call.kind = sends ? collective::Kind::send : collective::Kind::receive;
+  call.root = peer;
+  call.tag = tag;
+  call.is_internal = true;
+  (sends ? call.inputs : call.outputs) = buffers({region});
+  return without_gil([&] { return group.submit(std::move(call), -1, false, nullptr); });
+}
+
 // The dtype of a PEP 3118 format; nullopt: elements that cannot be reduced as they are.
 std::optional<DType> dtype_of(const char* format) {
   static constexpr std::string_view kFormats = "fdebhilqBHILQ";
@@ -235,6 +245,12 @@ void bind_group(nb::module_& e) {
           "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
       .def("submit", &submit, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
            "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
+      .def("submit_message", &submit_message, "peer"_a, "tag"_a, "region"_a, "sends"_a,
+           "Send or receive bytes for netfold itself: no deadline, no record, and any tag, negative ones apart from "
+           "those "
+           "of the program.")
+      .def("withdraw", &Group::withdraw, "receive"_a, Release(),
+           "Take back a receive of `submit_message`. False: its message has begun to arrive, or it is done.")
       .def("all_reduce_here", &all_reduce_here, "array"_a, "reduce"_a, "average"_a, "timeout_ns"_a,
            "A blocking all_reduce in place, in one call from Python instead of a dozen. None: done. An Operation: it "
            "failed. NotImplemented: `array` does not fit, and nothing was done.")

@@ -91,6 +91,12 @@ void PointToPoint::post_receive(Ticket ticket, const Call& call) {
   matcher_.post(std::move(receive));
 }
 
+bool PointToPoint::withdraw(Ticket ticket, const Call& call) {
+  if (!matcher_.withdraw(call.root, call.tag, ticket)) return false;
+  --at(call.root).outstanding;
+  return true;
+}
+
 void PointToPoint::receive_kept(int source, Message& message, Receive receive) {
   Peer& peer = at(source);
   if (message.header.type == Type::announce) {
@@ -284,7 +290,7 @@ void PointToPoint::abort(const Failure& failure) {
                           {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   for (int rank = 0; rank < lane_->size(); ++rank) {
     const Peer& peer = at(rank);
-    if (lane_->was_connected(rank) && !peer.failure && peer.written == 0) lane_->send(rank, parts);
+    if ((peer.in_memory || lane_->was_connected(rank)) && !peer.failure && peer.written == 0) lane_->send(rank, parts);
   }
 }
 

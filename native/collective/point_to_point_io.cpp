@@ -98,6 +98,7 @@ bool PointToPoint::write(int to) {
       return moved;
     }
     moved |= io.bytes > 0;
+    if (io.bytes > 0) peer.waits_since_ns = 0;
     peer.written += io.bytes;
     peer.sent_bytes += io.bytes;
     if (peer.written < kHeaderBytes + frame.bytes) break;
@@ -161,6 +162,7 @@ bool PointToPoint::read(int from) {
     }
     if (io.bytes == 0) break;
     moved = true;
+    peer.waits_since_ns = 0;
     const std::size_t placed = std::min(direct, io.bytes);
     input.into += placed;
     input.left -= placed;
@@ -205,6 +207,14 @@ void PointToPoint::wait_for(WaitSet& set) const {
     const bool reads = peer.outstanding > 0 || matcher_.has_any_source();
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
     if (events != 0 || !peer.in_flight.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
+    if (events == 0 || !peer.in_memory || lane_->was_connected(rank)) continue;
+    const std::int64_t now = transport::now_ns();
+    if (peer.waits_since_ns == 0) peer.waits_since_ns = now;
+    if (now >= peer.waits_since_ns + kConnectNs) {
+      lane_->hung_up(rank);  // makes the connection
+    } else {
+      set.wake_at(peer.waits_since_ns + kConnectNs);
+    }
   }
 }
 

@@ -181,11 +181,12 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
-  status_.completed(operation, failure, active_.size() + queue_.size(), transfers_.size());
+  const bool is_programs = !operation.call_.is_internal;
+  if (is_programs) status_.completed(operation, failure, active_.size() + queue_.size(), transfers_.size());
   {
     const auto inbox = inbox_.lock();
     record.inlined = inbox->driver == Driver::caller ? 1 : 0;
-    inbox->events.push(record);
+    if (is_programs) inbox->events.push(record);
     if (shares_ != nullptr && shares_->operations() != inbox->shares->operations()) inbox->shares = *shares_;
     status_.end_operation(record.finished_ns);
   }
@@ -213,8 +214,7 @@ void Group::check_overdue(Operation& operation, std::int64_t now) {
 
 std::int64_t Group::spin_ns() const {
   const auto in_memory = [](const auto& operation) { return operation->call_.algorithm == AlgorithmId::shared_memory; };
-  const bool for_memory =
-      std::any_of(active_.begin(), active_.end(), in_memory) || transfers_.lane().waits_for_memory();
+  const bool for_memory = std::any_of(active_.begin(), active_.end(), in_memory) || transfers_.waits_for_memory();
   if (!options_.spins_for_sockets && !for_memory) return needs_progress_ ? kDrivenSpinNs : 0;
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }

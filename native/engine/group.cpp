@@ -184,6 +184,16 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   return operation;
 }
 
+bool Group::withdraw(const Operation& receive) {
+  bool withdrawn = false;
+  run_driver_task([&] {
+    const auto operation = transfers_.withdraw(receive.id());
+    withdrawn = operation != nullptr;
+    if (withdrawn) complete(*operation, {Failure::Kind::aborted, rank(), "the receive was withdrawn"});
+  });
+  return withdrawn;
+}
+
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   if (operation.done()) return true;
   const EngineCallScope counted;

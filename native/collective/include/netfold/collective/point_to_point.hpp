@@ -42,6 +42,9 @@ class PointToPoint {
   static constexpr std::size_t kMaxAnnounced = 1 << 14;
   // Small enough that other messages are sent between two chunks.
   static constexpr std::size_t kChunkBytes = 1 << 20;
+  // After so long a wait for a rank in memory the connection to it is made, which shows whether its process lives. Most
+  // waits are shorter.
+  static constexpr std::int64_t kConnectNs = 1'000'000'000;
 
   using Ticket = MessageMatcher::Ticket;
   struct Done {
@@ -63,6 +66,8 @@ class PointToPoint {
 
   // Starts a send or receive. Borrows its buffer until the call is done, or the whole lane failed.
   void post(Ticket ticket, const Call& call);
+  // Takes back a receive of a named rank whose message has not begun to arrive. False: it has, or the call is done.
+  bool withdraw(Ticket ticket, const Call& call);
   // Does what can be done without blocking: moved or idle; failed once there is a fault.
   Progress poll();
   // Calls that are done since the last take.
@@ -140,7 +145,8 @@ class PointToPoint {
     std::size_t kept_announced = 0;
     std::size_t credit_owed = 0;
 
-    std::size_t outstanding = 0;  // this rank's calls that need the peer
+    std::size_t outstanding = 0;              // this rank's calls that need the peer
+    mutable std::int64_t waits_since_ns = 0;  // asleep for want of the peer's bytes, or of its reads; 0: not
     bool in_memory = false;
     Failure failure;  // why the peer is gone
   };

@@ -102,6 +102,9 @@ class Group {
   // Returns a failed operation if the group has failed. Throws std::invalid_argument for a call that is never valid.
   std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
                                     const char* site = nullptr);
+  // Take back an internal receive whose message has not begun to arrive, so that its buffer may go. False: it has, or
+  // the receive is done. From any thread.
+  bool withdraw(const Operation& receive);
   // Wait for an operation of this group up to `timeout_ns` (-1: its deadline); may have to drive. True: done. If
   // `Interrupts` end the wait, the group fails, and the operation is done on return.
   bool wait(const Operation& operation, std::int64_t timeout_ns);
