@@ -54,7 +54,7 @@ def meet(
         here.register(group)
         tree, peers, hosts = rendezvous.connect_tree(FileStore(folder), group, here, interfaces, deadline, host=host)
         assert [len(at) for at in peers.endpoints] == [0 if peer == rank else interfaces.rails for peer in range(size)]
-        return tree.all_gather(10 * rank, "they met"), hosts, len(tree.streams)
+        return tree.all_gather(10 * rank, "they met"), hosts, len(tree.links.streams)
     finally:
         group.close_connections()
         here.deregister(group, None)

@@ -28,7 +28,7 @@ from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 from netfold.bootstrap import shm_discovery as discovery
 from netfold.bootstrap.shm_discovery import Exchange
-from netfold.bootstrap.tree import StartTree, place_of
+from netfold.bootstrap.tree import SocketLinks, StartTree, place_of
 from netfold.communicator import RendezvousError
 from netfold.communicator.startup import HostExchange
 
@@ -119,7 +119,7 @@ def test_a_rank_that_leaves_during_the_exchange_is_named(rank: int, steps: int) 
             for value in (b"\0", None)[:steps]:
                 frame = msgpack.packb({0: value, 1: value})
                 theirs.sendall(struct.pack(">Ic", len(frame), b"V") + frame)
-        tree = StartTree(rank, place_of(rank, [[0, 1]]), {peer: mine}, time.monotonic() + 1)
+        tree = StartTree(rank, place_of(rank, [[0, 1]]), SocketLinks({peer: mine}), time.monotonic() + 1)
         exchange = HostExchange(tree)
         with pytest.raises(RendezvousError, match=f"rank {rank}: rank {peer} (left|did not answer in time)") as found:
             discovery.form_node(own, (0, 1), exchange)

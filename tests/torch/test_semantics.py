@@ -151,6 +151,31 @@ def groups_of_one_name_do_not_meet(dist: Any, rank: int, size: int, folder: str)
 
 
 @case
+def a_group_of_the_worlds_ranks_asks_no_store(dist: Any, rank: int, size: int, folder: str) -> None:
+    import torch
+
+    from netfold.torch import factory
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("netfold asked the store")
+
+    store_of_torch = factory.TorchStore
+    factory.TorchStore = ask  # type: ignore[assignment, misc]
+    try:
+        everyone = dist.new_group()
+        ends = dist.new_group([size - 1, 0])
+    finally:
+        factory.TorchStore = store_of_torch  # type: ignore[misc]
+    for group, ranks in ((everyone, range(size)), (ends, (0, size - 1))):
+        if rank in ranks:
+            tensor = torch.tensor([rank])
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == sum(ranks)
+            dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@case
 def several_groups_are_used_from_several_threads(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
 

@@ -24,7 +24,7 @@ from netfold.bootstrap.endpoint import Asking, Endpoint
 from netfold.bootstrap.handle import Handle
 from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
-from netfold.bootstrap.tree import StartTree, place_of
+from netfold.bootstrap.tree import SocketLinks, StartTree, place_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import ProtocolError
@@ -77,11 +77,12 @@ def connect_members(
         published=[(list(member.addresses), member.host) for member in members],
     )
     hosts = rendezvous.hosts_of([member.host for member in members])
-    tree = StartTree(rank, place_of(rank, hosts), {}, deadline)
+    links = SocketLinks({})
+    tree = StartTree(rank, place_of(rank, hosts), links, deadline)
     endpoint.begin(proposal.uuid, proposal.digest, members)
     try:
         with _searches(proposal, endpoint, registered_group, peer_addresses, tree, deadline) as searches:
-            _await_neighbours(proposal, registered_group, tree, searches, deadline)
+            _await_neighbours(proposal, registered_group, tree, links, searches, deadline)
         proposed = tree.broadcast(lambda: rendezvous.propose(options, len(members)), "the members learned the job")
         job = rendezvous.accept(proposed, rank, len(members), options, proposal.secret)
     except BaseException as error:
@@ -195,6 +196,7 @@ def _await_neighbours(
     proposal: Proposal,
     group: RegisteredGroup,
     tree: StartTree,
+    links: SocketLinks,
     searches: dict[int, _Search],
     deadline: float,
 ) -> None:
@@ -207,7 +209,7 @@ def _await_neighbours(
                 group.changed.wait(_CHECK_S)
             streams = {peer: group.accepted[peer, 0, 0] for peer in arrived}
         for peer, stream in streams.items():
-            tree.add(peer, stream)
+            links.add(peer, stream)
         missing -= arrived
         tree.check(_DOING)
         if missing and time.monotonic() > deadline:

@@ -25,7 +25,7 @@ from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tree import Place, StartTree, place_of
+from netfold.bootstrap.tree import Place, SocketLinks, StartTree, place_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
@@ -260,11 +260,13 @@ def connect_tree(
             peer_addresses.endpoints[place.parent] = _parsed(place.parent, parent_at)
             join(group, peer_addresses, place.parent, deadline)
         _await_connections(group, {(child, 0, 0) for child in place.children}, deadline)
-        tree = StartTree(rank, place, _first_streams(group), deadline)
+        tree = StartTree(rank, place, SocketLinks(_first_streams(group)), deadline)
         everyone = tree.broadcast(lambda: published, "the ranks learned each other's addresses")
     except BaseException as error:
         reason = _explain_absence(error, group, neighbours, peer_addresses)
-        StartTree(rank, place, _first_streams(group), deadline).fail(str(reason), getattr(reason, "rank", None))
+        StartTree(rank, place, SocketLinks(_first_streams(group)), deadline).fail(
+            str(reason), getattr(reason, "rank", None)
+        )
         raise reason from None
     assert everyone is not None
     peer_addresses.published = [(list(addresses), identity) for addresses, identity in everyone]
@@ -283,6 +285,17 @@ def connect_others(group: RegisteredGroup, peer_addresses: PeerAddresses, deadli
         _await_connections(group, {(peer, 0, 0) for peer in missing}, deadline)
     except BaseException as error:
         raise _explain_absence(error, group, missing, peer_addresses) from None
+
+
+def connected(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> socket.socket:
+    """The connection to a rank, which is made where there is none. Both ranks call this."""
+    try:
+        if (peer, 0, 0) not in group.accepted and peer < group.rank:
+            join(group, peer_addresses, peer, deadline)
+        _await_connections(group, {(peer, 0, 0)}, deadline)
+    except BaseException as error:
+        raise _explain_absence(error, group, {peer}, peer_addresses) from None
+    return group.accepted[peer, 0, 0]
 
 
 def join(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> None:
@@ -348,7 +361,9 @@ def _publish_places(
     try:
         for peer in range(group.size):
             published = json.loads(store.get(_address(peer), _left(deadline)))
-            _check_fit(published, group, peer, fabric)
+            if "gave_up" in published:
+                raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
+            check_fit(published, peer, group.rank, group.rails, fabric)
             found.append((published["at"], published["host"]))
     except (TimeoutError, RendezvousError) as error:
         refusal: dict[str, Any] = {"absent": _absent(store, group)}
@@ -410,18 +425,17 @@ def _has(store: Store, key: str) -> bool:
     return True
 
 
-def _check_fit(published: dict[str, Any], group: RegisteredGroup, peer: int, fabric: str | None) -> None:
-    if "gave_up" in published:
-        raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
+def check_fit(published: dict[str, Any], peer: int, rank: int, rails: int, fabric: str | None) -> None:
+    """RendezvousError where the published fabric and rails of `peer` are not those of this rank."""
     if published["fabric"] != fabric:
         raise RendezvousError(
-            f"rank {peer} is to go over {_describe_transport(published['fabric'])}, rank {group.rank} over "
+            f"rank {peer} is to go over {_describe_transport(published['fabric'])}, rank {rank} over "
             f"{_describe_transport(fabric)}: every rank needs the same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
-    if published["rails"] != group.rails:
+    if published["rails"] != rails:
         raise RendezvousError(
-            f"rank {peer} names {published['rails']} interfaces, rank {group.rank} {group.rails}: every rank needs as "
+            f"rank {peer} names {published['rails']} interfaces, rank {rank} {rails}: every rank needs as "
             "many (NETFOLD_INTERFACE)",
             rank=peer,
         )

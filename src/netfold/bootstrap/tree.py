@@ -2,7 +2,8 @@
 
 The ranks of a host are a tree below the host's first rank, its leader, and the leaders are a tree below rank 0. So a
 rank has few connections, and few messages pass between hosts. A rank connects to its parent, which has a lower number.
-The connections later carry collectives like any other.
+The connections later carry collectives like any other. A group of ranks that are in a group already needs none: its
+tree goes over the messages of that group (communicator/message_links.py).
 
 Every exchange is a gather up the tree and a broadcast down it. Frames on a connection:
 
@@ -18,9 +19,9 @@ import select
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgpack
 
@@ -30,10 +31,11 @@ from netfold.switch_protocol.control_messages import receive_exactly
 FAN_OUT = 8
 # A rank's value in an exchange of P ranks takes up to 1/P of it. At 60,000 ranks 4 KB are left for each.
 MAX_FRAME_BYTES = 1 << 28
-_FRAME = struct.Struct(">Ic")
+FRAME = struct.Struct(">Ic")
 _VALUE, _FAILURE = b"V", b"F"
 # A rank waits so much longer than those below it, whose error then names the rank that is late.
 _GRACE_S = 0.3
+_FAIL_S = 1.0
 # Between two calls of a provider's progress, while this rank waits.
 _PROGRESS_S = 0.0005
 
@@ -86,14 +88,39 @@ def _height(at: int, count: int) -> int:
     return 1 + _height(below[0], count) if below else 0
 
 
-class StartTree:
-    """This rank's end of the tree. For one thread. Raises RendezvousError that names the rank at fault."""
+class LinkError(Exception):
+    """A neighbour has left, or sent what is no frame."""
 
-    def __init__(self, rank: int, place: Place, streams: dict[int, socket.socket], deadline: float) -> None:
-        """streams: a connection to each neighbour. The tree does not close them."""
-        self.rank, self.place, self.streams = rank, place, streams
-        self._deadline = deadline
-        self._received: dict[int, deque[Any]] = {}
+    def __init__(self, peer: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.peer = peer
+
+
+class Links(Protocol):
+    """The ways to a rank's neighbours in the tree. Frames of one neighbour arrive in the order of sending."""
+
+    def send(self, peer: int, kind: bytes, body: bytes, timeout_s: float) -> None:
+        """Raises OSError."""
+
+    def expect(self, peer: int) -> None:
+        """The next frame of this neighbour is awaited from here on. Frames that nobody expects may stay unread."""
+
+    def receive(self, wait_s: float, timeout_s: float) -> Iterator[tuple[int, bytes, bytes]]:
+        """Sender, kind and body of frames that have arrived; wait_s: how long to wait for the first.
+
+        timeout_s: by then a frame that has begun must be whole. Raises LinkError.
+        """
+
+    def close(self) -> None:
+        """The tree is not needed any more. Connections stay open."""
+
+
+class SocketLinks:
+    """A connection to each neighbour."""
+
+    def __init__(self, streams: dict[int, socket.socket]) -> None:
+        """streams: by rank. They stay the caller's."""
+        self.streams: dict[int, socket.socket] = {}
         self._readable = select.poll()
         self._peers: dict[int, int] = {}
         for peer, stream in streams.items():
@@ -102,30 +129,79 @@ class StartTree:
     def add(self, peer: int, stream: socket.socket) -> None:
         """A neighbour's connection, where it was made after this object."""
         self.streams[peer] = stream
-        self._received[peer] = deque()
+        # Else a frame waits for the acknowledgement of the one before, which kernels delay by 40 ms.
+        with contextlib.suppress(OSError):  # not TCP
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peers[stream.fileno()] = peer
         self._readable.register(stream.fileno(), select.POLLIN)
+
+    def send(self, peer: int, kind: bytes, body: bytes, timeout_s: float) -> None:
+        stream = self.streams[peer]
+        stream.settimeout(timeout_s)
+        stream.sendall(FRAME.pack(len(body), kind) + body)
+
+    def expect(self, peer: int) -> None: ...
+
+    def receive(self, wait_s: float, timeout_s: float) -> Iterator[tuple[int, bytes, bytes]]:
+        for number, _ in self._readable.poll(wait_s * 1000):
+            peer = self._peers[number]
+            stream = self.streams[peer]
+            try:
+                stream.settimeout(timeout_s)
+                length, kind = FRAME.unpack(receive_exactly(stream, FRAME.size))
+                check_length(length)
+                body = receive_exactly(stream, length)
+            except (OSError, EOFError) as error:
+                raise LinkError(peer, error) from None
+            yield peer, kind, body
+
+    def close(self) -> None: ...
+
+
+def check_length(length: int) -> None:
+    """ConnectionError for a frame beyond the bound."""
+    if length > MAX_FRAME_BYTES:
+        raise ConnectionError(f"it sent a frame of {length} bytes; the bound is {MAX_FRAME_BYTES}")
+
+
+class StartTree:
+    """This rank's end of the tree. For one thread. Raises RendezvousError that names the rank at fault."""
+
+    def __init__(self, rank: int, place: Place, links: Links, deadline: float) -> None:
+        self.rank, self.place, self.links = rank, place, links
+        self._deadline = deadline
+        self._received: dict[int, deque[Any]] = defaultdict(deque)
 
     def check(self, what: str) -> None:
         """Raise the failure of a neighbour that has one, or that left. Does not wait."""
         self._look(0, what)
 
-    def all_gather(self, value: Any, what: str, *, grace_s: float = 0.0) -> list[Any]:
+    def all_gather(
+        self, value: Any, what: str, *, grace_s: float = 0.0, host_is_here: Callable[[], None] | None = None
+    ) -> list[Any]:
         """Every rank's value, by rank.
 
         what: what the ranks do, for errors.
         grace_s: added to the deadline, where a rank may need all the time to find its value.
+        host_is_here: called at the leader of each host, once all ranks of the host have called, and before any of them
+        gets the values.
         """
         self._deadline += grace_s
         try:
-            return self._exchange(value, self.place.children, self.place.parent, what)
+            values = self._gather(value, self.place.own_host, what)
+            if host_is_here is not None and self.place.leads:
+                host_is_here()
+            for child in self.place.other_hosts:
+                values |= self._receive(child, what)
+            return self._spread(values, self.place.children, self.place.parent, what)
         finally:
             self._deadline -= grace_s
 
     def all_gather_on_host(self, value: Any, what: str) -> list[Any]:
         """The values of this host's ranks, in their order."""
         place = self.place
-        return self._exchange(value, place.own_host, None if place.leads else place.parent, what)
+        values = self._gather(value, place.own_host, what)
+        return self._spread(values, place.own_host, None if place.leads else place.parent, what)
 
     def broadcast(self, make: Callable[[], Value], what: str, meanwhile: Callable[[], None] | None = None) -> Value:
         """Rank 0's value: `make` is called there alone.
@@ -142,15 +218,24 @@ class StartTree:
     def fail(self, text: str, at_fault: int | None) -> None:
         """Tell the other ranks why this one does not go on."""
         failure = msgpack.packb([text, -1 if at_fault is None else at_fault])
-        for stream in self.streams.values():
-            with contextlib.suppress(OSError):
-                stream.settimeout(1.0)
-                stream.sendall(_FRAME.pack(len(failure), _FAILURE) + failure)
+        place = self.place
+        for peer in place.children if place.parent is None else (place.parent, *place.children):
+            with contextlib.suppress(OSError, RendezvousError, KeyError):  # a neighbour that is not connected, or left
+                self.links.send(peer, _FAILURE, failure, _FAIL_S)
 
-    def _exchange(self, value: Any, children: Sequence[int], parent: int | None, what: str) -> list[Any]:
+    def close(self) -> None:
+        """End the tree. The connections stay open."""
+        self.links.close()
+
+    def _gather(self, value: Any, children: Sequence[int], what: str) -> dict[int, Any]:
+        for child in children:
+            self._expect(child)
         values = {self.rank: value}
         for child in children:
             values |= self._receive(child, what)
+        return values
+
+    def _spread(self, values: dict[int, Any], children: Sequence[int], parent: int | None, what: str) -> list[Any]:
         if parent is not None:
             self._send(parent, values, what)
             values = self._receive(parent, what)
@@ -159,16 +244,14 @@ class StartTree:
         return [values[rank] for rank in sorted(values)]
 
     def _send(self, peer: int, value: Any, what: str) -> None:
-        frame = msgpack.packb(value)
-        stream = self.streams[peer]
         try:
-            stream.settimeout(max(0.001, self._deadline - time.monotonic()))
-            stream.sendall(_FRAME.pack(len(frame), _VALUE) + frame)
+            self.links.send(peer, _VALUE, msgpack.packb(value), max(0.001, self._deadline - time.monotonic()))
         except OSError as error:
             self._look(0, what)  # the peer may have sent its reason
             raise self._left(peer, what, error) from None
 
     def _receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> Any:
+        self._expect(peer)
         levels = self.place.height if peer != self.place.parent else self.place.height + 10
         while not self._received[peer]:
             left_s = self._deadline + levels * _GRACE_S - time.monotonic()
@@ -179,23 +262,24 @@ class StartTree:
             self._look(left_s if meanwhile is None else _PROGRESS_S, what)
         return self._received[peer].popleft()
 
+    def _expect(self, peer: int) -> None:
+        if not self._received[peer]:
+            self.links.expect(peer)
+
     def _look(self, wait_s: float, what: str) -> None:
         """Receive from every neighbour that has sent something: any of them may have failed."""
-        for number, _ in self._readable.poll(wait_s * 1000):
-            peer = self._peers[number]
-            stream = self.streams[peer]
-            try:
-                stream.settimeout(max(1.0, self._deadline - time.monotonic()))
-                length, kind = _FRAME.unpack(receive_exactly(stream, _FRAME.size))
-                if length > MAX_FRAME_BYTES:
-                    raise ConnectionError(f"it sent a frame of {length} bytes; the bound is {MAX_FRAME_BYTES}")
-                value = msgpack.unpackb(receive_exactly(stream, length), strict_map_key=False)
-            except (OSError, EOFError, ValueError) as error:
-                raise self._left(peer, what, error) from None
-            if kind == _FAILURE:
-                text, at_fault = value
-                raise RendezvousError(text, rank=None if at_fault < 0 else at_fault)
-            self._received[peer].append(value)
+        try:
+            for peer, kind, body in self.links.receive(wait_s, max(1.0, self._deadline - time.monotonic())):
+                try:
+                    value = msgpack.unpackb(body, strict_map_key=False)
+                except ValueError as error:
+                    raise LinkError(peer, error) from None
+                if kind == _FAILURE:
+                    text, at_fault = value
+                    raise RendezvousError(text, rank=None if at_fault < 0 else at_fault)
+                self._received[peer].append(value)
+        except LinkError as error:
+            raise self._left(error.peer, what, error) from None
 
     def _left(self, peer: int, what: str, error: Exception) -> RendezvousError:
         return RendezvousError(

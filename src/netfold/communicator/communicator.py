@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from netfold.bootstrap import launchers
-from netfold.bootstrap.store import PrefixStore, Store
+from netfold.bootstrap.store import Store
 from netfold.bootstrap.tcp_store import process_store
 from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
-from netfold.communicator.meeting import HandleMeeting
+from netfold.communicator.parent_meeting import ParentMeeting
 from netfold.communicator.reconfigure import Generations, no_group
 from netfold.options import Options
 
@@ -42,7 +42,7 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        store: Store | HandleMeeting,
+        store: Store | ParentMeeting,
         rank: int,
         size: int,
         *,
@@ -51,7 +51,7 @@ class Communicator(Collectives):
         join_timeout_s: float = 60.0,
         store_host: str | None = None,
     ) -> None:
-        """Connect to the other ranks through `store`; see `Group`."""
+        """Connect to the other ranks through `store`, or as ranks of a group (`split`); see `Group`."""
         group = Group(
             store,
             rank,
@@ -61,22 +61,19 @@ class Communicator(Collectives):
             join_timeout_s=join_timeout_s,
             store_host=store_host,
         )
-        self._begin(Generations.of(group, join_timeout_s), options, timeout_s, join_timeout_s, store_host)
+        self._begin(Generations.of(group, join_timeout_s), timeout_s, join_timeout_s, store_host)
 
     def _begin(
         self,
         generations: Generations,
-        options: Options | None,
         timeout_s: float,
         join_timeout_s: float,
         store_host: str | None,
     ) -> None:
         self._generations = generations
-        self._options = options
         self._timeout_s = timeout_s
         self._join_timeout_s = join_timeout_s
         self._store_host = store_host
-        self._splits = 0
         self.group = generations.group or no_group(generations)
 
     @classmethod
@@ -94,7 +91,7 @@ class Communicator(Collectives):
         """
         communicator = cls.__new__(cls)
         generations = Generations.outside(options, join_timeout_s, store_host)
-        communicator._begin(generations, options, timeout_s, join_timeout_s, store_host)
+        communicator._begin(generations, timeout_s, join_timeout_s, store_host)
         return communicator
 
     @classmethod
@@ -132,32 +129,27 @@ class Communicator(Collectives):
         """Make a new group of the ranks that gave the same color, ordered by key, then by rank here.
 
         Every rank of this group calls. A rank with the color None joins no new group, and gets None.
-        options: default to this group's.
-        Cost: an all_gather of 16 bytes, then the start-up of a group.
+        options: default to this group's. With other ones the new group finds out anew which ranks share memory, and
+        how fast its links are.
+        Cost: an all_gather of 16 bytes, then a message up a tree of the members, and two down.
+        Raises RendezvousError if a member fails, or this group does.
         """
         absent = np.iinfo(np.int64).min
         everyone = self.all_gather(np.array([absent if color is None else color, key], np.int64))
-        self._splits += 1
         if color is None:
             return None
-        members = sorted((int(k), rank) for rank, (c, k) in enumerate(everyone) if c == color)
-
-        def join(store: Store | HandleMeeting) -> Communicator:
-            return Communicator(
-                store,
-                members.index((key, self.rank)),
-                len(members),
-                options=options or self._options,
-                timeout_s=self.group.timeout_s if timeout_s is None else timeout_s,
-                join_timeout_s=self._join_timeout_s,
-                store_host=self._store_host,
-            )
-
-        if self.group.store is not None:
-            return join(PrefixStore(self.group.store, f"split/{self._splits}/{color}/"))
-        uuid = f"split {self.group.name} {self._splits} {color}"
-        with self._generations.meeting_beside(uuid, [rank for _, rank in members]) as meeting:
-            return join(meeting)
+        members = np.flatnonzero(everyone[:, 0] == color)
+        ranks = members[np.argsort(everyone[members, 1], kind="stable")].tolist()
+        meeting = self.group.meeting(ranks, store_host=self._store_host)
+        return Communicator(
+            meeting,
+            meeting.rank,
+            meeting.size,
+            options=options or self.group.options,
+            timeout_s=self.group.timeout_s if timeout_s is None else timeout_s,
+            join_timeout_s=self._join_timeout_s,
+            store_host=self._store_host,
+        )
 
     @property
     def handle(self) -> str:

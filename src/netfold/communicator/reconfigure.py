@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 from netfold.bootstrap import handle, regroup, rendezvous
@@ -37,7 +37,7 @@ class Generations:
     def __init__(self, group: Group | None, endpoint: Endpoint, options: Options | None, join_timeout_s: float) -> None:
         """group: None for a rank that is in no group yet. endpoint: one reference, which this object releases."""
         self.group = group
-        self.handles: tuple[str, ...] = ()  # of the ranks of the last group that formed
+        self._handles: Callable[[], tuple[str, ...]] = tuple  # of the ranks of the last group that formed
         self.closed = False
         self._endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
         self._last_rank = 0
@@ -76,6 +76,11 @@ class Generations:
     def handle(self) -> str:
         return self._endpoint.handle.text
 
+    @property
+    def handles(self) -> tuple[str, ...]:
+        """Of the ranks of the last group that formed."""
+        return self._handles()
+
     def reconfigure(
         self, uuid: int | str, handles: Collection[str], group_timeout_s: float, timeout_s: float | None = None
     ) -> Group:
@@ -95,7 +100,7 @@ class Generations:
             self._leave(f"it is reconfigured, as {uuid} of {len(ordered)} members")
             with self._attempt(proposal):
                 group = Group(
-                    HandleMeeting(proposal, self._endpoint, keeps_endpoint=True),
+                    HandleMeeting(proposal, self._endpoint),
                     proposal.rank,
                     len(ordered),
                     options=options,
@@ -104,15 +109,6 @@ class Generations:
                 )
             self._formed(group)
             return group
-
-    @contextlib.contextmanager
-    def meeting_beside(self, uuid: str, ranks: Sequence[int]) -> Iterator[HandleMeeting]:
-        """For a group of some ranks of the group of now, which goes on. The group is formed within this context."""
-        assert self.group is not None
-        handles = [self.handles[rank] for rank in ranks]
-        proposal = regroup.propose(self._endpoint.handle, uuid, handles, self.group.options.secret_file)
-        with self._attempt(proposal):
-            yield HandleMeeting(proposal, self._endpoint, keeps_endpoint=False)
 
     @contextlib.contextmanager
     def _attempt(self, proposal: Proposal) -> Iterator[None]:
@@ -129,12 +125,13 @@ class Generations:
 
         ValueError for a rank that was not in the group, and where this rank is gone itself.
         """
-        unknown = [rank for rank in gone if not 0 <= rank < len(self.handles)]
+        handles = self.handles
+        unknown = [rank for rank in gone if not 0 <= rank < len(handles)]
         if unknown or not gone:
-            raise ValueError(f"shrink: {unknown or 'no rank'} of a group of {len(self.handles)}; which ranks are gone?")
+            raise ValueError(f"shrink: {unknown or 'no rank'} of a group of {len(handles)}; which ranks are gone?")
         if self._last_rank in gone:
             raise ValueError(f"shrink: rank {self._last_rank} is this rank, which is not gone")
-        left = [each for rank, each in enumerate(self.handles) if rank not in gone]
+        left = [each for rank, each in enumerate(handles) if rank not in gone]
         digest = hashlib.sha256("\n".join([self._name, *map(str, sorted(set(gone)))]).encode()).hexdigest()
         return f"shrink-{digest[:16]}", left
 
@@ -155,12 +152,12 @@ class Generations:
         return GroupAborted("this communicator is in no group: `reconfigure` forms one")
 
     def _formed(self, group: Group) -> None:
-        self.group, self.handles, self._last_rank, self._name = group, group.handles, group.rank, group.name
+        self.group, self._handles, self._last_rank, self._name = group, group.all_handles, group.rank, group.name
 
     def _leave(self, reason: str) -> None:
         group, self.group = self.group, None
         if group is not None:
-            group.close(reason)
+            group.close(reason, in_background=True)
 
 
 class _NoGroup:

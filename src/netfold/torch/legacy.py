@@ -45,7 +45,13 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
     job_ranks = options.global_ranks_in_group or range(options.group_size)
     _override_all_gather()
     group = factory.open_group(
-        part, options.group_rank, options.group_size, options.timeout, pg_options, list(job_ranks)
+        part,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        pg_options,
+        list(job_ranks),
+        factory.parent_of(options),
     )
     try:
         siblings = _siblings(options, part)
