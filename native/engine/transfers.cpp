@@ -56,8 +56,8 @@ void Transfers::check_deadlines(std::int64_t now, Failure& failure) {
   if (expired == nullptr) return;
   failure.kind = Failure::Kind::timeout;
   failure.rank = expired->call_.root;
-  failure.text = expired->describe(lane_.mesh().rank()) + " did not finish " + expired->within_timeout() +
-                 "; still waiting for " + lane_.awaited(expired->call_);
+  failure.text =
+      expired->describe_timeout(lane_.mesh().rank()) + "; still waiting for " + lane_.awaited(expired->call_);
 }
 
 void Transfers::lower_deadline(std::int64_t deadline_ns) {
