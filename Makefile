@@ -106,7 +106,7 @@ conformance: build ## PyTorch's own suite over gloo and over netfold; rewrites b
 # PARTS=tests,products,probe leaves out PyTorch's own suite, which takes as long as the others together.
 test-torch: build ## test netfold with another torch (TORCH=2.15.0, or several in quotes); adds a row to bench/results/torch_versions.md
 	@test -n "$(TORCH)" || { echo 'which torch? make test-torch TORCH=2.15.0' >&2; exit 2; }
-	@$(PY) tools/test_torch.py $(TORCH) $(if $(PARTS),--parts $(PARTS)) $(if $(KEEP),--keep)
+	@$(PY) tools/test_torch.py $(TORCH) $(if $(PARTS),--parts $(PARTS)) $(if $(TORCH_TESTS),--torch-tests $(TORCH_TESTS)) $(if $(KEEP),--keep)
 
 UV_COMPILE := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
   --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'

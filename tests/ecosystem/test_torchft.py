@@ -95,6 +95,14 @@ class TestTorchft:
         for group in groups:
             group.abort(errored=False)
 
+    def test_torchft_reconfigures_a_group_that_torch_made(self) -> None:
+        """The nightly's case: sizes 3, 2 and 3 with other orders, then an abort; the group stays one object."""
+        if not hasattr(torch.distributed.ProcessGroup, "reconfigure"):
+            pytest.skip(f"torch {torch.__version__} has no reconfigure: 2.15 has")
+        theirs = pytest.importorskip("torchft.reconfigure_test", reason="only torchft's nightly has these tests")
+        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        torch.multiprocessing.spawn(theirs._resize_worker, args=(store.port, "netfold"), nprocs=3)
+
     def test_torchfts_suite_for_process_groups_passes(self) -> None:
         """The nightly's, collectives and what follows the loss of a rank, in the class that it has for gloo."""
         kind = self.kind()

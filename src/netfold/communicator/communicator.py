@@ -169,24 +169,35 @@ class Communicator(Collectives):
         """The handles of the ranks of the group; of the last one, where this rank is in none now."""
         return self._generations.handles
 
-    def reconfigure(self, uuid: int | str, handles: Collection[str], *, timeout_s: float | None = None) -> None:
+    def reconfigure(
+        self,
+        uuid: int | str,
+        handles: Collection[str],
+        *,
+        timeout_s: float | None = None,
+        options: Options | None = None,
+    ) -> None:
         """Leave the group, and form the one of these members, without a store. All of them call this.
 
         uuid: names the new group; it must be new on every member's communicator, and the same on all.
         handles: of all members, this rank's too. The rank is the place in a list; a set is sorted first.
         timeout_s: by then all members must have called; default: join_timeout_s.
+        options: of this new group alone; default: this communicator's. Those of the listener and the handle stay:
+        transport, security, secret_file, interface, ports.
         Operations under way fail, on the ranks of the former group that do not call, too: this rank has left it.
         If the group does not form, this rank is in no group; call again with another uuid.
         Cost: the start-up of a group.
 
         Raises ValueError, with the former group untouched, for handles that can form no group: a member named twice,
-        this rank not named, another version, security or secret file. RendezvousError for a uuid that was used before,
-        for a member that died, gave up, forms another group or did not call; its `rank` is the new rank of that member.
+        this rank not named, another version, security or secret file; and for options that this group cannot have.
+        RendezvousError for a uuid that was used before, for a member that died, gave up, forms another group or did not
+        call; its `rank` is the new rank of that member.
         """
         try:
-            self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s)
+            self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s, options)
         finally:
             self.group = self._generations.group or no_group(self._generations)
+        self._options = self.group.options  # for `split`
 
     def shrink(self, gone: Sequence[int], *, uuid: int | str | None = None, timeout_s: float | None = None) -> None:
         """`reconfigure` with the ranks of the group that are not `gone`, in their order. Each of them calls this.

@@ -21,6 +21,7 @@ from typing import Any, cast
 from netfold.bootstrap import handle, regroup, rendezvous
 from netfold.bootstrap.addresses import own_interfaces
 from netfold.bootstrap.endpoint import Endpoint
+from netfold.bootstrap.handle import in_order as in_order
 from netfold.bootstrap.listener import acquire_listener
 from netfold.bootstrap.regroup import Proposal
 from netfold.bootstrap.shm_discovery import host_identity
@@ -29,6 +30,9 @@ from netfold.communicator.meeting import HandleMeeting
 from netfold.errors import GroupAborted
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint
+
+# The listener, and what a handle says, stay the same for all groups.
+_OF_THE_ENDPOINT = ("transport", "security", "secret_file", "interface", "ports")
 
 
 class Generations:
@@ -76,19 +80,32 @@ class Generations:
     def handle(self) -> str:
         return self._endpoint.handle.text
 
+    @property
+    def options(self) -> Options:
+        """Of the next group, unless it is given its own."""
+        return (self._options or Options()).resolved()
+
     def reconfigure(
-        self, uuid: int | str, handles: Collection[str], group_timeout_s: float, timeout_s: float | None = None
+        self,
+        uuid: int | str,
+        handles: Collection[str],
+        group_timeout_s: float,
+        timeout_s: float | None = None,
+        options: Options | None = None,
+        job_ranks: Sequence[int] = (),
     ) -> Group:
         """Leave the group, and form the one of these handles. See `Communicator.reconfigure`.
 
         group_timeout_s: of the new group's operations.
+        options: of the new group alone.
+        job_ranks: as `Group`'s.
         """
         with self._lock:
             if self.closed:
                 raise ValueError("this communicator was closed")
             deadline = time.monotonic() + (self._join_timeout_s if timeout_s is None else timeout_s)
-            options = (self._options or Options()).resolved()
-            ordered = handle.in_order(handles)
+            options = self._options_with(options)
+            ordered = in_order(handles)
             proposal = regroup.propose(self._endpoint.handle, str(uuid), ordered, options.secret_file)
             rendezvous.check_options(options, len(ordered))
             self._endpoint.check_unused(proposal.uuid)
@@ -101,9 +118,24 @@ class Generations:
                     options=options,
                     timeout_s=group_timeout_s,
                     join_timeout_s=max(0.001, deadline - time.monotonic()),
+                    job_ranks=job_ranks,
                 )
             self._formed(group)
             return group
+
+    def _options_with(self, options: Options | None) -> Options:
+        """Resolve the next group's options. ValueError where the endpoint would have to be another one."""
+        own = self.options
+        if options is None:
+            return own
+        options = options.resolved()
+        for name in _OF_THE_ENDPOINT:
+            if getattr(options, name) != getattr(own, name):
+                raise ValueError(
+                    f"{name}={getattr(options, name)!r} in a group of this communicator, whose handle was made with "
+                    f"{name}={getattr(own, name)!r}: that takes a new communicator"
+                )
+        return options
 
     @contextlib.contextmanager
     def meeting_beside(self, uuid: str, ranks: Sequence[int]) -> Iterator[HandleMeeting]:
