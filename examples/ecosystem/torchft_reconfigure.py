@@ -20,7 +20,7 @@ REPLICAS, STEPS, DIES_AT = 3, 30, 4
 TIMEOUT = timedelta(seconds=60)
 
 
-def train(replica, life, port, lighthouse):
+def train(replica, attempt, port, lighthouse):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(256, 8)
@@ -29,7 +29,7 @@ def train(replica, life, port, lighthouse):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     store = dist.TCPStore("localhost", port, is_master=False)
     # In no group, and waits for nobody: a replica is one process here, and torchft decides who is in.
-    own = dist.PrefixStore(f"{replica}/{life}", store)
+    own = dist.PrefixStore(f"{replica}/{attempt}", store)
     dist.init_process_group("netfold", store=own, rank=0, world_size=1, timeout=TIMEOUT, enable_reconfigure=True)
 
     def load(state):
@@ -46,7 +46,7 @@ def train(replica, life, port, lighthouse):
     averaged, stepped = DistributedDataParallel(manager, model), Optimizer(manager, optimizer)
     sizes = []
     while manager.current_step() < STEPS:
-        if (replica, life, manager.current_step()) == (2, 0, DIES_AT):
+        if (replica, attempt, manager.current_step()) == (2, 0, DIES_AT):
             os.kill(os.getpid(), signal.SIGKILL)
         stepped.zero_grad()
         row = (manager.current_step() * REPLICAS + replica) % 16 * 16
@@ -66,8 +66,10 @@ if __name__ == "__main__":
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=2000)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
-    def start(replica, life):
-        process = mp.get_context("spawn").Process(target=train, args=(replica, life, store.port, lighthouse.address()))
+    def start(replica, attempt):
+        process = mp.get_context("spawn").Process(
+            target=train, args=(replica, attempt, store.port, lighthouse.address())
+        )
         process.start()
         return process
 

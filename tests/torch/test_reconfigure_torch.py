@@ -162,7 +162,7 @@ def test_hints_are_options_of_the_next_group() -> None:
 
 
 def aborts(rank: int, size: int, folder: str) -> list[str]:
-    """What torch's get_error says: of its own abort, of the abort of another rank, of a timeout."""
+    """Ask get_error after an own abort, after another rank's abort, and after a timeout."""
     dist, store = begin(rank, size, folder, enable_reconfigure=True)
     handles, found = exchange(dist, store, "first", rank, size), []
     for uuid in (1, 2):
