@@ -152,7 +152,7 @@ def hints(rank: int, size: int, folder: str) -> None:
     asked = {"NETFOLD_ALGORITHM": "all_reduce=ring", "ncclCollnetEnable": "1"}
     dist._reconfigure(1, handles, timeout=wait, hints=asked).wait()
     check(dist, rank, size)
-    assert netfold.torch.why(size_bytes=1024).startswith("ring: "), netfold.torch.why(size_bytes=1024)
+    assert netfold.torch.why(size_bytes=1024).startswith("ring (NETFOLD_ALGORITHM=all_reduce=ring)")
     exchange(dist, store, "done", rank, size)
     dist.destroy_process_group()
 
