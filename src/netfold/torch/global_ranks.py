@@ -39,5 +39,6 @@ def publish(operations: Operations, ranks: Sequence[int | None]) -> None:
     """Have torch translate the global ranks of this group by `ranks`. It refuses one that is not among them."""
     table: dict[Any, dict[int, int]] = distributed_c10d._world.pg_group_ranks
     for group in list(table):
-        if operations_of(group) is operations:
+        # Also there: NON_GROUP_MEMBER, a number.
+        if isinstance(group, dist.ProcessGroup) and operations_of(group) is operations:
             table[group] = {rank: place for place, rank in enumerate(ranks) if rank is not None}
