@@ -160,6 +160,11 @@ class Communicator(Collectives):
             return join(meeting)
 
     @property
+    def generations(self) -> Generations:
+        """The groups of this rank, one after the other: what `netfold.torch` needs to use the group of now."""
+        return self._generations
+
+    @property
     def handle(self) -> str:
         """This rank's end, for `reconfigure` on any rank. Pass it on as a secret; it stays the same until `close`."""
         return self._generations.handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -10,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group, Options
+from netfold.communicator.meeting import HandleMeeting
 from netfold.communicator.reconfigure import Generations, outside_group
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
@@ -34,6 +36,9 @@ takes_backends = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 _live: weakref.WeakSet[Operations] = weakref.WeakSet()
 # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's wrapper keeps only the C++ half of a backend alive.
 _kept_alive: list[Operations] = []
+# The owner of a group that is offered to torch, and of torch's default group if torch took it (`default_group_of`).
+_offered: Generations | None = None
+_owner: Generations | None = None
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -51,17 +56,65 @@ def create(options: Any, pg_options: Any) -> Any:
         return legacy.create(options, pg_options)
     _refuse_second_custom_backend(getattr(options, "process_group", None))
     part = store_for_group(options.store, options.global_ranks_in_group)
-    # For the default group torch's list is empty.
-    job_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return _backend(
         part,
         options.group_rank,
         options.group_size,
         options.timeout,
         pg_options,
-        job_ranks,
+        job_ranks_of(options),
         enable_reconfigure=getattr(options, "enable_reconfigure", False),
+        formed=formed_group(options, pg_options),
     )
+
+
+@contextlib.contextmanager
+def default_group_of(owner: Generations) -> Iterator[None]:
+    """Within this context `init_process_group("netfold", store=..., rank=..., world_size=...)` takes `owner`'s group.
+
+    The group is formed already, and torch's default group ends it. Until then `new_group` forms groups of some of its
+    ranks over handles. So torch's store, whose process may be gone, serves only `monitored_barrier` and other backends
+    beside netfold.
+    """
+    global _offered
+    _offered = owner
+    try:
+        yield
+    finally:
+        _offered = None
+
+
+def formed_group(options: Any, pg_options: Options | None) -> Group | None:
+    """The group that torch asks for, where it forms without torch's store (`default_group_of`); else None.
+
+    options: torch's `_DistributedBackendOptions`.
+    """
+    global _owner
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        _owner = _offered
+    if _owner is None or _owner.group is None:
+        return None
+    timeout_s = options.timeout.total_seconds()
+    if not ranks:
+        formed = _owner.group
+        if (options.group_rank, options.group_size) != (formed.rank, formed.size):
+            raise ValueError(
+                f"this process is rank {formed.rank} of {formed.size} in the group that is formed; "
+                f"init_process_group has rank={options.group_rank}, world_size={options.group_size}"
+            )
+        _skip_netfold()
+        formed.job_ranks, formed.timeout_s = range(formed.size), timeout_s
+        return formed
+    # The name counts torch's calls: ranks that make disjoint groups may give them one name.
+    uuid = f"torch {_owner.group.name} {options.group_id} {','.join(map(str, ranks))}"
+    with _owner.meeting_beside(uuid, ranks) as meeting:
+        return open_group(meeting, options.group_rank, len(ranks), options.timeout, pg_options, ranks)
+
+
+def job_ranks_of(options: Any) -> list[int]:
+    """The group's ranks in the job. For the default group torch's list is empty."""
+    return list(options.global_ranks_in_group) or list(range(options.group_size))
 
 
 def standalone(
@@ -78,7 +131,7 @@ def standalone(
             group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, operations)
     else:
         operations = group = close_at_exit(
-            make_process_group(open_group(part, rank, size, timeout, options), store, part, cuda_api())
+            make_process_group(open_group(TorchStore(part), rank, size, timeout, options), store, part, cuda_api())
         )
     # torchft drops a group without calling shutdown().
     weakref.finalize(group, _close_in_thread, operations.generations or operations.netfold).atexit = False
@@ -97,12 +150,17 @@ def make_process_group(group: Group, store: Store, part: Store, device_api: Devi
 
 
 def open_group(
-    part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
+    meeting: TorchStore | HandleMeeting,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Options | None,
+    job_ranks: Sequence[int] = (),
 ) -> Group:
-    """Connect to the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
+    """Connect to the other ranks, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
     _skip_netfold()
     return Group(
-        TorchStore(part),
+        meeting,
         rank,
         size,
         options=options,
@@ -140,8 +198,12 @@ def _backend(
     job_ranks: Sequence[int],
     *,
     enable_reconfigure: bool = False,
+    formed: Group | None = None,
 ) -> Any:
-    """enable_reconfigure: as torch's; the backend is in no group until `reconfigure`, and nobody is waited for."""
+    """enable_reconfigure: as torch's; the backend is in no group until `reconfigure`, and nobody is waited for.
+
+    formed: a group that is open already.
+    """
     from netfold.torch.backend import NetfoldBackend, patch_shrink_group, patch_split_group
     from netfold.torch.forwarding import forward_work_methods
 
@@ -154,8 +216,10 @@ def _backend(
         generations = Generations.outside(options, join_timeout_s, store_host())
         group = outside_group(generations, rank, size, timeout.total_seconds())
     else:
-        group = open_group(part, rank, size, timeout, options, job_ranks)
-        generations = Generations.of(group, join_timeout_s)
+        group = formed or open_group(TorchStore(part), rank, size, timeout, options, job_ranks)
+        # A default group that another object has formed is followed by the one that this object forms next.
+        is_owned = _owner is not None and group is _owner.group
+        generations = None if is_owned else Generations.of(group, join_timeout_s)
 
     def join(store: Store, ranks: Sequence[int], child_timeout: timedelta, parent: Group) -> NetfoldBackend:
         child_store = PrefixStore("netfold", store)

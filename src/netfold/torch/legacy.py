@@ -35,6 +35,7 @@ from netfold.torch import factory
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.forwarding import resolved_future
 from netfold.torch.operations import Operations
+from netfold.torch.store import TorchStore
 
 Tensor = torch.Tensor
 
@@ -42,10 +43,14 @@ Tensor = torch.Tensor
 def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
     """See `factory.create`."""
     part = factory.store_for_group(options.store, options.global_ranks_in_group)
-    job_ranks = options.global_ranks_in_group or range(options.group_size)
     _override_all_gather()
-    group = factory.open_group(
-        part, options.group_rank, options.group_size, options.timeout, pg_options, list(job_ranks)
+    group = factory.formed_group(options, pg_options) or factory.open_group(
+        TorchStore(part),
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        pg_options,
+        factory.job_ranks_of(options),
     )
     try:
         siblings = _siblings(options, part)
