@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold.bootstrap import handle, rendezvous
-from netfold.bootstrap.endpoint import Asking, Endpoint
+from netfold.bootstrap.endpoint import Caller, Endpoint
 from netfold.bootstrap.handle import Handle
 from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
@@ -105,13 +105,19 @@ class _Search:
         self, group: RegisteredGroup, peer_addresses: PeerAddresses, ended: threading.Event, deadline: float
     ) -> None:
         endpoint, proposal = self._endpoint, self._proposal
-        asking = Asking(self._member, endpoint.interfaces, proposal.uuid, proposal.digest, endpoint.handle.identity)
+        caller = Caller(self._member, endpoint.interfaces)
+        request = {
+            "type": "reconfigure",
+            "uuid": proposal.uuid,
+            "digest": proposal.digest,
+            "identity": endpoint.handle.identity,
+        }
         pause_s = _FIRST_PAUSE_S if self._is_parent else _CHILD_PAUSE_S
         if not self._is_parent and ended.wait(pause_s):
             return
         while not ended.is_set() and not self._is_connected(group):
             try:
-                reply = asking.ask(min(_ASK_TIMEOUT_S, max(0.01, deadline - time.monotonic())))
+                reply = caller.call(request, min(_ASK_TIMEOUT_S, max(0.01, deadline - time.monotonic())))
             except RendezvousError:
                 self._give_up(group, "is gone: nobody answers for it at its address any more")
             except (OSError, EOFError, ProtocolError) as error:
@@ -187,7 +193,7 @@ def _searches(
     finally:
         ended.set()
         for thread in threads:
-            # A thread in `ask` ends within its timeout, and touches nothing that ends before it.
+            # A thread in `call` ends within its timeout, and touches nothing that ends before it.
             thread.join(0.01)
 
 

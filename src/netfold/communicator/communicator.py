@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from netfold.bootstrap import launchers
+from netfold.bootstrap.endpoint import Endpoint
 from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import process_store
 from netfold.communicator.arrays import array_view
@@ -168,6 +169,11 @@ class Communicator(Collectives):
     def handle(self) -> str:
         """This rank's end, for `reconfigure` on any rank. Pass it on as a secret; it stays the same until `close`."""
         return self._generations.handle
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This rank's end for requests of other members between and beside groups (bootstrap/endpoint.py)."""
+        return self._generations.endpoint
 
     @property
     def handles(self) -> tuple[str, ...]:

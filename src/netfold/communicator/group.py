@@ -420,6 +420,10 @@ class Group:
         text = f"rank {self.rank} aborted the group: {reason}"
         self._native.fail(engine.FAILURES.index("aborted"), self.rank, text)
 
+    def lose(self, rank: int, reason: str) -> None:
+        """Fail as by the loss of a rank, which this process learned otherwise. -1: not known which."""
+        self._native.fail(engine.FAILURES.index("peer_lost"), rank, reason)
+
     @functools.cached_property
     def handles(self) -> tuple[str, ...]:
         """Of all ranks (bootstrap/handle.py). A group of some of them, and of others, can form over handles."""

@@ -39,7 +39,7 @@ class Generations:
         self.group = group
         self.handles: tuple[str, ...] = ()  # of the ranks of the last group that formed
         self.closed = False
-        self._endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
+        self.endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
         self._last_rank = 0
         self._lock = threading.Lock()
         if group is not None:
@@ -74,7 +74,7 @@ class Generations:
 
     @property
     def handle(self) -> str:
-        return self._endpoint.handle.text
+        return self.endpoint.handle.text
 
     def reconfigure(
         self, uuid: int | str, handles: Collection[str], group_timeout_s: float, timeout_s: float | None = None
@@ -89,13 +89,13 @@ class Generations:
             deadline = time.monotonic() + (self._join_timeout_s if timeout_s is None else timeout_s)
             options = (self._options or Options()).resolved()
             ordered = handle.in_order(handles)
-            proposal = regroup.propose(self._endpoint.handle, str(uuid), ordered, options.secret_file)
+            proposal = regroup.propose(self.endpoint.handle, str(uuid), ordered, options.secret_file)
             rendezvous.check_options(options, len(ordered))
-            self._endpoint.check_unused(proposal.uuid)
+            self.endpoint.check_unused(proposal.uuid)
             self._leave(f"it is reconfigured, as {uuid} of {len(ordered)} members")
             with self._attempt(proposal):
                 group = Group(
-                    HandleMeeting(proposal, self._endpoint, keeps_endpoint=True),
+                    HandleMeeting(proposal, self.endpoint, keeps_endpoint=True),
                     proposal.rank,
                     len(ordered),
                     options=options,
@@ -110,9 +110,9 @@ class Generations:
         """For a group of some ranks of the group of now, which goes on. The group is formed within this context."""
         assert self.group is not None
         handles = [self.handles[rank] for rank in ranks]
-        proposal = regroup.propose(self._endpoint.handle, uuid, handles, self.group.options.secret_file)
+        proposal = regroup.propose(self.endpoint.handle, uuid, handles, self.group.options.secret_file)
         with self._attempt(proposal):
-            yield HandleMeeting(proposal, self._endpoint, keeps_endpoint=False)
+            yield HandleMeeting(proposal, self.endpoint, keeps_endpoint=False)
 
     @contextlib.contextmanager
     def _attempt(self, proposal: Proposal) -> Iterator[None]:
@@ -120,9 +120,9 @@ class Generations:
         try:
             yield
         except BaseException as error:
-            self._endpoint.end(proposal.uuid, error)
+            self.endpoint.end(proposal.uuid, error)
             raise
-        self._endpoint.end(proposal.uuid, None)
+        self.endpoint.end(proposal.uuid, None)
 
     def survivors(self, gone: Sequence[int]) -> tuple[str, list[str]]:
         """A uuid and the handles of the last group's ranks that are not gone. All ranks that agree on `gone` get these.
@@ -146,7 +146,7 @@ class Generations:
             self.closed = True
         if self.group is not None:
             self.group.close()
-        self._endpoint.release()
+        self.endpoint.release()
 
     def refusal(self) -> Exception:
         """The error for a use without a group."""
@@ -179,6 +179,8 @@ class _NoGroup:
         raise self._generations.refusal()
 
     def abort(self, reason: str) -> None: ...
+
+    def lose(self, rank: int, reason: str) -> None: ...
 
     def close(self, reason: str | None = None) -> None: ...
 
