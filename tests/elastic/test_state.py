@@ -131,7 +131,7 @@ def test_a_state_is_divided_into_structure_and_tensors() -> None:
         3: slice(1, 2),
     }
     structure, tensors = pack(state)
-    assert len(tensors) == 7  # the tied one once
+    assert len(tensors) == 9  # the tied one once, the sparse one as two
     unpacking = Unpacking(structure)
     for ours, theirs in zip(unpacking.tensors, tensors, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.data_ptr() != 1
