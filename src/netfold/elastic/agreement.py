@@ -130,7 +130,10 @@ def decide_from(
 
 
 class Agreement:
-    """One member's part in the agreement that ends a generation. For one thread at a time."""
+    """One member's part in the agreement that ends a generation. For one thread at a time.
+
+    All fields are values that are never changed in place, so a shallow copy is a copy.
+    """
 
     def __init__(self, rank: int, size: int, *, one_host: bool) -> None:
         """rank, size: of the generation that ends. one_host: the end of every member is certain where it is known."""
@@ -191,7 +194,7 @@ class Agreement:
                 self._give_up()
             self.promised = max(self.promised, reply.promised)
         elif isinstance(reply, Promise) and reply.ballot == self.ballot and self.proposal is None:
-            self.promises[sender] = reply
+            self.promises = {**self.promises, sender: reply}
         elif isinstance(reply, Accepted) and reply.ballot == self.ballot:
             self.acceptances |= {sender}
             if self.proposal is not None and self._is_quorum(self.acceptances):
@@ -267,10 +270,18 @@ class Agreement:
             request, came = Accept(self.ballot, self.proposal, self.fenced), self.acceptances
         return {rank: request for rank in range(self.size) if rank not in came and rank not in self.ended}
 
+    @property
+    def rests_on_ends(self) -> bool:
+        """The promises are no majority, and count because the other members' processes have ended."""
+        return not self._is_majority(self.promises)
+
     # --- rules ---
 
+    def _is_majority(self, ranks: Collection[int]) -> bool:
+        return 2 * len(ranks) > self.size or (2 * len(ranks) == self.size and 0 in ranks)
+
     def _is_quorum(self, ranks: Collection[int]) -> bool:
-        if 2 * len(ranks) > self.size or (2 * len(ranks) == self.size and 0 in ranks):
+        if self._is_majority(ranks):
             return True
         return self.one_host and all(rank in ranks or rank in self.fenced for rank in range(self.size))
 
