@@ -1,4 +1,4 @@
-"""A user's training loop over `netfold.elastic`, as tests run it in several processes, and the same loop in one process.
+"""A user's training loop over `netfold.elastic`, as tests run it in several processes, and the same loop in one.
 
 Each sample is a function of its number, so that a sample that is lost or taken twice changes the weights. Weights are
 f64: a division of a batch among other ranks changes them by rounding alone.

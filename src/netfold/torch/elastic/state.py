@@ -87,7 +87,7 @@ class State:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def on_step(self, vote: Callable[[], None], lr_factor: Callable[[], float]) -> Callable[[], None]:
+    def on_step(self, vote: Callable[[], object], lr_factor: Callable[[], float]) -> Callable[[], None]:
         """Have every optimizer call `vote` before it changes anything; returns the function that ends this.
 
         A GradScaler calls it before it decides whether to leave the optimizer out.
@@ -122,7 +122,7 @@ class State:
 class _StepHooks:
     """One optimizer's hooks."""
 
-    def __init__(self, vote: Callable[[], None], lr_factor: Callable[[], float]) -> None:
+    def __init__(self, vote: Callable[[], object], lr_factor: Callable[[], float]) -> None:
         self._vote, self._lr_factor = vote, lr_factor
         self._rates: list[Any] = []
 
@@ -146,7 +146,7 @@ class _StepHooks:
             group["lr"] = rate
 
 
-def _vote_first(scaler: Any, vote: Callable[[], None]) -> Callable[[], None]:
+def _vote_first(scaler: Any, vote: Callable[[], object]) -> Callable[[], None]:
     """Wrap `scaler.step`, on this object alone: it skips the optimizer, and so its hook, where gradients overflow."""
     original = scaler.step
 

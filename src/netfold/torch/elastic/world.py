@@ -16,13 +16,15 @@ first step, and not only when a member is lost.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -48,9 +50,10 @@ class World:
 
     def __init__(
         self,
-        state: State,
+        state: State | Callable[[World], State],
         *,
         policy: Policy | None = None,
+        numbers: int = 0,
         min_size: int = 1,
         max_size: int | None = None,
         step: int = 0,
@@ -59,19 +62,30 @@ class World:
         timeout_s: float = 1800.0,
         join_timeout_s: float = 60.0,
         members: Members | None = None,
+        log_level: int = logging.WARNING,
     ) -> None:
         """Entering joins the job that the launcher's environment names (`Members.from_environment`).
 
         The first ranks begin with rank 0's state. A newcomer is sent the state by a member, before entering returns.
-        state: borrowed until the end.
+        state: borrowed until the end. A function makes it, where that needs torch's groups: it is called for each
+        generation, before a newcomer is sent the state, and is collective.
         policy: of the batch; then `samples`, `part` and `weight` say what to compute. None: the body divides by itself.
         min_size, max_size: the fewest ranks that go on, and the most that train; more newcomers wait as spares.
+        numbers: how many numbers each vote adds up (`vote`).
         step: the number of attempts that the state counts (a checkpoint's); the same on all first ranks.
         backend: of torch's default group, with netfold for the CPU: "cpu:netfold,cuda:nccl".
         timeout_s: of an operation. join_timeout_s: of a change.
+        log_level: of the line about each change, on rank 0.
         members: instead of those of the environment; owned by this object from here on.
         """
-        self.state, self.policy = state, policy
+        self._make_state = state if callable(state) else None
+        if isinstance(state, State):
+            self.state = state
+        self.policy, self._numbers = policy, numbers
+        self._level = log_level
+        self.news = ""
+        """The sentence about the last change, for people."""
+        self._result = np.zeros(1 + numbers)  # of the last vote: the steps that it made, and the sums
         self.step = step
         """The attempts that have passed: the number of the one under way, from 0."""
         self.rank, self.size, self.generation = 0, 1, 0
@@ -159,18 +173,19 @@ class World:
             self._in_attempt, self._pending, self._changes_next = False, None, False
         self._collectives = self._submitted()
 
-    def vote(self) -> None:
+    def vote(self, numbers: Sequence[float] = ()) -> list[float]:
         """Wait until every rank has all that it needs for this step. At most one vote is taken in an attempt.
 
         Returns where the step is to be applied. Else it leaves the body, which then runs again.
-        Cost: an all_reduce of 24 bytes.
+        numbers: as many as the constructor was told. Returns their sums over the ranks, alike on all of them.
+        Cost: an all_reduce of 24 bytes, or of 8 for each number and 8 more.
         """
         if not self._in_attempt:
             raise RuntimeError("netfold.elastic: a step of this state's optimizer outside of World.attempt()")
         if self._voted:
-            return
+            return self._result[1:].tolist()
         try:
-            self._changes_next = self.members.vote().changes
+            self._changes_next = self._all_vote(numbers)
         except Exception as error:
             if not self._is_lost():
                 raise
@@ -180,6 +195,33 @@ class World:
             self._pending = change
         self._voted = True
         self._collectives = self._submitted()
+        return self._result[1:].tolist()
+
+    def _all_vote(self, numbers: Sequence[float]) -> bool:
+        """Whether the generation changes after this step."""
+        members = self.members
+        if not self._numbers:
+            return members.vote().changes
+        sums = np.array([members.begin_vote(), *(numbers or [0.0] * self._numbers)], np.float64)
+        members.communicator.all_reduce(sums)
+        vote = members.pass_vote(int(sums[0]))
+        self._result = np.array([vote.done, *sums[1:]])
+        return vote.changes
+
+    def _with_result(self, change: Change) -> Change:
+        """Tell the last vote's sums to a rank that learned of its end by the agreement. Collective.
+
+        Returns the change, or the next one if a member is lost meanwhile.
+        """
+        if not self._numbers or change.left:
+            return change
+        try:
+            rows = self.members.communicator.all_gather(self._result)
+        except Exception as error:
+            after = self._change(error)
+            return dataclasses.replace(after, apply=change.apply or after.apply)
+        self._result = np.array(max(rows, key=lambda row: float(row[0])))
+        return change
 
     # --- the data of a step, by the policy ---
 
@@ -212,14 +254,21 @@ class World:
             self._parts = divide(self._step_samples, self.size)
         return self._parts
 
+    def _use(self, state: State) -> None:
+        self._end_hooks()
+        self.state = state
+        self._end_hooks = state.on_step(self.vote, lambda: self._lr_factor)
+
     # --- begin and end ---
 
     def __enter__(self) -> World:
-        self.members = self._given or Members.from_environment(store=_agent_store(), **self._settings)
+        self.members = self._given or Members.from_environment(store=agent_store(), **self._settings)
         try:
             self._progress.first_size = self.members.size
-            self._adopt(self.members.first)
-            self._end_hooks = self.state.on_step(self.vote, lambda: self._lr_factor)
+            if self._make_state is None:
+                self._use(self.state)
+            first = self.members.first
+            self._adopt(None if first is None else self._with_result(first))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -285,7 +334,7 @@ class World:
             self._repeats = 0
         if self._parts is not None:
             self._parts = self._after(self._parts, change)
-        return change
+        return self._with_result(change)
 
     def _after(self, parts: Parts, change: Change) -> Parts | None:
         """The parts of a step that is repeated after this change; None: it is divided anew."""
@@ -307,11 +356,13 @@ class World:
                 return
             try:
                 self._enter_torch()
+                if self._make_state is not None:
+                    self._use(self._make_state(self))
                 if change is None:
                     self._begin_alike()
                 else:
-                    self._tell(change)
                     self._send_state(change)
+                    self._tell(change)
                 if self.policy is not None:
                     self._divided()  # raises for numbers that do not divide
                 for callback in self._callbacks:
@@ -364,15 +415,12 @@ class World:
         return {**self.state.parts, "the world's own": self._progress}
 
     def _tell(self, change: Change) -> None:
-        if self.rank != 0:
-            return
         lost = "".join(f"; lost rank {each.rank} ({each.where}): {each.why}" for each in change.lost)
-        news = f"; {len(change.new)} joined" if change.new else ""
+        joined = f"; {len(change.new)} joined" if change.new else ""
         policy = f"; {self.policy.describe(self.size, self._progress.first_size)}" if self.policy is not None else ""
-        log.warning(
-            "elastic: generation %d has %d ranks, at step %d%s%s%s",
-            change.generation, change.size, change.done, lost, news, policy,
-        )  # fmt: skip
+        self.news = f"generation {change.generation} has {change.size} ranks, from step {change.done}{lost}{joined}"
+        if self.rank == 0:
+            log.log(self._level, "elastic: %s%s", self.news, policy)
 
     def _submitted(self) -> int:
         return 0 if self.left else self.members.communicator.group.collectives_submitted
@@ -418,7 +466,7 @@ def _groups() -> Iterator[Any]:
             yield operations
 
 
-def _agent_store() -> TorchStore | None:
+def agent_store() -> TorchStore | None:
     """The store of torchrun's agents, which outlives ranks; None under another launcher."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
