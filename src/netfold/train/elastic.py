@@ -67,7 +67,7 @@ class ElasticTrainer(Trainer):
         self.begun = self.stopping = self.finished = False
         self.write_failed = False
         """The checkpoint being written has failed on a rank."""
-        self.evaluated = self.saved = -1
+        self.evaluated = self.saved = 0
         """The newest steps that were evaluated, and of which a checkpoint is written or being written."""
         self.values: dict[str, float] = {}
         self._batches: Prefetcher | None = None
@@ -99,7 +99,7 @@ class ElasticTrainer(Trainer):
         if self.recovery is not None and self._folder is not None:
             # A checkpoint that was being written when a rank was lost may be complete or gone.
             newest = [step_of(path) for path in gather(complete_checkpoints(self._folder / CHECKPOINTS))[0]]
-            self.saved = max(newest, default=-1)
+            self.saved = max(newest, default=0)
         self.batch = self.recipe.training.batch * (self.mesh.shares if self.recipe.training.scaling == "weak" else 1)
         self._close_batches()
         if world.rank != self._place:
@@ -156,6 +156,8 @@ class ElasticTrainer(Trainer):
 
     def _begin_training(self) -> None:
         self._load()
+        # A run that has ended already is evaluated again.
+        self.evaluated = self.step if self.step < self.steps else -1
         self.begun = True
 
     def _step_here(self) -> StepVote:
