@@ -149,7 +149,7 @@ def test_a_stop_request_ends_all_ranks_and_the_run_continues(tmp_path: Path) -> 
     process = start(tmp_path, 2, 2000)
     wait_for_step(process, tmp_path, 10)
     process.send_signal(signal.SIGTERM)
-    out, err = ended(process)
+    _, err = ended(process)
     assert process.returncode == 75 and "asked to stop (SIGTERM) after step" in err, err
     done = max(losses(tmp_path))
     again = start(tmp_path, 2, 2000, 3, f"training.steps={done + 5}", "run.resume=changed")
