@@ -52,6 +52,8 @@ _LEASE_S = 3.0
 MAX_WAITING = 1024
 # How long a member whose vote has not ended yet lets another one wait that has passed it.
 _PASS_S = 1.0
+# Changes after failures in a row in which nobody is lost and no step is done. The cause is then no lost member.
+MAX_FRUITLESS = 5
 # The longest text of a loss.
 _MAX_TEXT = 1000
 
@@ -92,6 +94,7 @@ class Members:
         self._negotiation: Negotiation | None = None  # None for a newcomer that waits
         self._voted = self._leaves = self._formed = False
         self._late_since: float | None = None
+        self._fruitless, self._done_at_change = 0, -1
         self._closed = False
         self._joining = Joining(communicator.endpoint, self._newest, self._changed, join_timeout_s)
         communicator.endpoint.handlers.update(dict.fromkeys(messages.REQUESTS, self._handle))
@@ -266,15 +269,21 @@ class Members:
 
         error: the failure that this member saw. A generation that fails while it forms is followed by the next.
         A member that the decision excludes comes back as a newcomer within this call, and may wait as a spare.
-        Raises TooFewLeft where no quorum, or fewer than min_size members, come within join_timeout_s.
+        Raises TooFewLeft where no quorum, or fewer than min_size members, come within join_timeout_s. Raises `error`
+        where it is a Mismatch, and after MAX_FRUITLESS failures in a row that no lost member explains.
         """
+        if error is not None and (isinstance(error, Mismatch) or self._fruitless >= MAX_FRUITLESS):
+            raise error
         with self._changed:
             loss = None if error is None else (getattr(error, "rank", None), str(error) or type(error).__name__)
             before, origin = self._handles, list(range(len(self._handles)))
             verdict: Loss | None = (
                 None if loss is None else (-1 if loss[0] is None else int(loss[0]), loss[1][:_MAX_TEXT])
             )
-        return self._go_on(before, origin, {}, verdict, is_member=True)
+        change = self._go_on(before, origin, {}, verdict, is_member=True)
+        is_fruitless = error is not None and not change.lost and not change.new and change.done == self._done_at_change
+        self._fruitless, self._done_at_change = self._fruitless + 1 if is_fruitless else 0, change.done
+        return change
 
     def close(self) -> None:
         """End without waiting for other members. Idempotent."""
@@ -310,6 +319,8 @@ class Members:
         while True:
             if is_member:
                 decision, states = self._agree(loss, deadline)
+                if decision is None:
+                    return self._come_back(before, origin, None)
                 own = self.rank
                 for rank in set(range(self.size)) - set(decision.members):
                     if origin[rank] >= 0:
@@ -347,8 +358,11 @@ class Members:
             reason=reason,
         )
 
-    def _agree(self, loss: Loss | None, deadline: float) -> tuple[Decision, dict[int, str]]:
-        """The decision that ends the present generation, and what is known about members that did not take part."""
+    def _agree(self, loss: Loss | None, deadline: float) -> tuple[Decision | None, dict[int, str]]:
+        """The decision that ends the present generation, and what is known about members that did not take part.
+
+        None where the job went on without this member, and nobody tells how.
+        """
         with self._changed:
             negotiation = self._negotiation
             assert negotiation is not None
@@ -363,9 +377,7 @@ class Members:
                 return agreement.decision, negotiation.states()
             if self._closed:
                 raise GroupAborted("these members were closed")
-            # The job went on without this member, so long ago that no decision is known any more.
-            everybody = tuple(rank for rank in range(self.size) if rank != self.rank)
-            return Decision(everybody, (), 0, (), ()), negotiation.states()
+            return None, {}
 
     def _follow(self, decision: Decision, own: int) -> None:
         """Enter the generation that was decided, of which this member is one. Under the lock."""
@@ -426,12 +438,13 @@ class Members:
         self.close()
         return Change(generation, -1, len(decision.members), decision.done, left=True, reason="it left by its own wish")
 
-    def _come_back(self, before: Sequence[str], origin: Sequence[int], decision: Decision) -> Change:
+    def _come_back(self, before: Sequence[str], origin: Sequence[int], decision: Decision | None) -> Change:
         """This member was decided out: be a newcomer."""
         with self._changed:
-            after = self.generation
-            self._remember(after, decision, self.size)
-            known = [self._handles[rank] for rank in decision.members] + list(decision.newcomers)
+            after, known = self.generation, list(self._handles)
+            if decision is not None:
+                self._remember(after, decision, self.size)
+                known = [self._handles[rank] for rank in decision.members] + list(decision.newcomers)
             if self._negotiation is not None:
                 self._negotiation.close()
             self._negotiation, self.lacks, self._formed = None, True, False

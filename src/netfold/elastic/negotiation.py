@@ -24,7 +24,7 @@ from netfold.bootstrap import handle
 from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.endpoint import Caller
 from netfold.elastic import messages
-from netfold.elastic.agreement import NO_BALLOT, Agreement, Ballot, Decide, Request, decide_from
+from netfold.elastic.agreement import NO_BALLOT, Agreement, Ask, Ballot, Decide, Request, decide_from
 from netfold.elastic.newest import NewestGeneration
 from netfold.errors import RendezvousError
 from netfold.switch_protocol.control_messages import Message, ProtocolError
@@ -33,6 +33,8 @@ from netfold.switch_protocol.control_messages import Message, ProtocolError
 SUSPECT_S = 3.0
 REQUEST_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+# Of many members that notice a failure at the same time, some ask their leader first, and so many a second in all.
+_ASKS_PER_S = 1000
 # Two members that outbid each other try again at different times.
 _OUTBID_S = (0.05, 0.3)
 _MAX_REQUESTS = 32
@@ -238,6 +240,8 @@ class Negotiation:
             peer = self._peers[rank]
             if peer.request != request:
                 peer.request, peer.pause_s, peer.next_at = request, _FIRST_PAUSE_S, 0.0
+                if isinstance(request, Ask):
+                    peer.next_at = now + random.uniform(0.0, len(self.handles) / _ASKS_PER_S)
             if peer.is_asked:
                 continue
             if now >= peer.next_at:
@@ -268,8 +272,12 @@ class Negotiation:
             error = failed
         with self._changed:
             peer.is_asked = False
-            peer.next_at = time.monotonic() + peer.pause_s
+            pause_s = peer.pause_s
             peer.pause_s = min(2 * peer.pause_s, _LONGEST_PAUSE_S)
+            if self.agreement.promised != NO_BALLOT and isinstance(request, Ask):
+                # A ballot is under way, and its leader will tell.
+                pause_s = max(_LONGEST_PAUSE_S, len(self.handles) / _ASKS_PER_S)
+            peer.next_at = time.monotonic() + pause_s
             if reply is None:
                 self._unanswered(rank, peer, began, error)
             else:
