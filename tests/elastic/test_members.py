@@ -25,7 +25,7 @@ from members_job import (
     sum_of,
     wait_for,
 )
-from ranks import run_ranks, values
+from ranks import Daemon, run_ranks, values
 
 from netfold import Communicator, Options
 from netfold.communicator import NetfoldError
@@ -371,3 +371,40 @@ def test_a_process_that_does_not_fit_is_told_why() -> None:
 def test_a_newcomer_without_members_says_so(tmp_path: Path) -> None:
     with pytest.raises(NetfoldError, match=r"no member of the job has answered for 1 s \(the store names none\)"):
         newcomer(str(tmp_path), join_timeout_s=1)
+
+
+# --- a store that outlives ranks -------------------------------------------------------------------------------------
+
+
+def launched(rank: int, size: int, folder: str, endpoint: str) -> tuple[float, int, int]:
+    """Ranks 0 and 1 of a launcher; rank 0 dies, and rank 2 is its replacement, with the same variables."""
+    if rank == 2:
+        wait_for(folder, "rank 0 is gone")
+    os.environ.update(
+        RANK=str(rank % 2), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", NETFOLD_STORE=endpoint
+    )
+    with Members.from_environment(options=QUIET, timeout_s=60, join_timeout_s=60) as members:
+        job = Job(members, size_is(2, generation=3))
+
+        def before_vote() -> None:
+            if rank == 0 and members.done == 3:
+                die()
+            if members.size == 1:
+                mark(folder, "rank 0 is gone")
+
+        job.before_vote = before_vote
+        job.run()
+        return float(job.state[0]) - sum_of(members.done), members.rank, members.size
+
+
+def test_a_replacement_finds_the_members_in_the_store_of_the_command(tmp_path: Path) -> None:
+    store = Daemon(["store", "--listen", "127.0.0.1:0"], tmp_path / "log")
+    try:
+        line = store.stdout.readline()
+        assert line.startswith("netfold store listening on 127.0.0.1:"), line
+        outcomes = run_ranks(launched, 3, line.split()[-1], dies=[0])
+        assert values(outcomes[1:]) == [(0.0, 0, 2), (0.0, 1, 2)]
+    finally:
+        store.send_signal(signal.SIGTERM)
+        assert store.wait(seconds(20)) == 0
+        store.stdout.close()

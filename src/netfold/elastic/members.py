@@ -32,7 +32,7 @@ import numpy as np
 
 from netfold.bootstrap import handle, launchers
 from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tcp_store import process_store
+from netfold.bootstrap.tcp_store import outliving_store, process_store
 from netfold.communicator.communicator import Communicator
 from netfold.elastic import messages
 from netfold.elastic.agreement import Decide, Decision, Report
@@ -44,6 +44,7 @@ from netfold.errors import GroupAborted, Mismatch, RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import Message
 
+STORE_VARIABLE = "NETFOLD_STORE"
 # Ended generations whose decision a member remembers, for members that come late.
 MAX_PAST = 256
 # How long a newcomer's last question counts.
@@ -172,11 +173,14 @@ class Members:
     ) -> Members:
         """The members of a launcher's job: all ranks of the first start, or a newcomer where the job has begun.
 
-        store: one that outlives ranks. Default: rank 0's process serves one, as `Communicator.from_environment`; when
-        that process has ended, there are no newcomers any more.
+        store: one that outlives ranks. Default: the one of `netfold store` that NETFOLD_STORE names; else rank 0's
+        process serves one, and when that process has ended, there are no newcomers any more.
         """
         place = launchers.placement(environment)
-        if store is None:
+        named = environment.get(STORE_VARIABLE)
+        if store is None and named:
+            store = outliving_store(named, join_timeout_s)
+        elif store is None:
             store = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=join_timeout_s)
         limits: Any = {"min_size": min_size, "max_size": max_size, "join_timeout_s": join_timeout_s}
         newest = NewestGeneration(store).read()

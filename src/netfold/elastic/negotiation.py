@@ -122,7 +122,7 @@ class Negotiation:
         return {rank: peer.state for rank, peer in self._peers.items() if peer.state}
 
     def shortage(self, waited_s: float) -> str:
-        """Why there is no decision, in sentences. Under the lock."""
+        """Explain in sentences that there is no decision. Under the lock."""
         began = f"generation {self.generation} of {len(self.handles)} members has ended, and"
         if self._missing > 0:
             return (
