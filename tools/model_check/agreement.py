@@ -59,7 +59,7 @@ class AgreementScope:
     rounds: int = 2
     """The highest round of a ballot."""
     voted: int = -1
-    """How many have voted at the start; -1: all."""
+    """The number of members that have voted at the start; -1: all."""
     newcomer: bool = False
     cut: int = 0
     late_replies: bool = False

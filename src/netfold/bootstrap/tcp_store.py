@@ -1,4 +1,4 @@
-"""A store that rank 0 serves over TCP, for ranks that share no folder and have no torch.
+"""A store that rank 0 or `netfold store` serves over TCP, for ranks that share no folder and have no torch.
 
 Like torch's TCPStore it is plaintext and authenticates nobody: it protects the job's secret only from hosts that cannot
 reach the port. (The standard library's managers unpickle what unauthenticated peers send; key-value stores on PyPI need
@@ -33,6 +33,8 @@ MAX_CONNECTIONS = 8192
 MAX_BYTES = 64 << 20
 # Bound of a counter's absolute value: what control messages can carry.
 MAX_COUNT = 1 << 62
+# The job of a store of `netfold store`, which serves one run of one job and outlives its ranks.
+OUTLIVING = "netfold store"
 _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 2.0
 # The server replies to a get at its timeout; the client waits so much longer.
@@ -58,11 +60,19 @@ def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float
     return found
 
 
+def outliving_store(endpoint: str, timeout_s: float) -> TcpStore:
+    """The store that `netfold store` serves. ValueError for no endpoint; RendezvousError where none answers in time."""
+    host, port = control_messages.parse_endpoint(endpoint, what="NETFOLD_STORE")
+    return TcpStore(host, port, OUTLIVING, serve=False, timeout_s=timeout_s, advice="does `netfold store` run there?")
+
+
 class TcpStoreServer:
     """Serves until closed, with one thread a connection: threads are few and mostly sleep."""
 
-    def __init__(self, host: str, port: int, job: str) -> None:
-        """Listen on the first free port from `port` on. RendezvousError if none of `PORTS` is free."""
+    def __init__(self, host: str, port: int, job: str, *, variable: str = "MASTER_PORT") -> None:
+        """variable: what names the port, for errors.
+
+        Listen on the first free port from `port` on; port 0: any. RendezvousError if none of `PORTS` is free."""
         self._job = job
         self._values: dict[str, bytes] = {}
         self._counters: dict[str, int] = {}
@@ -73,7 +83,7 @@ class TcpStoreServer:
         allow_open_files(MAX_CONNECTIONS)
         # A name may resolve to loopback on this host and to a network address elsewhere: then listen on all addresses.
         bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
-        self._listener, self.port = _listen(bind_to, port)
+        self._listener, self.port = _listen(bind_to, port, variable)
         threading.Thread(target=self._accept, name="netfold store", daemon=True).start()
 
     def close(self) -> None:
@@ -155,20 +165,23 @@ class TcpStoreServer:
 
 
 class TcpStore:
-    """A rank's end of rank 0's store: a `Store`.
+    """A rank's end of a store that another process serves, or this one: a `Store`.
 
     Thread-safe: each request under way has its own connection, so a waiting `get` does not delay another thread's
     `set`.
     """
 
-    def __init__(self, host: str, port: int, job: str, *, serve: bool, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, job: str, *, serve: bool, timeout_s: float, advice: str | None = None
+    ) -> None:
         """Connect to this job's store on the first of `PORTS` ports from `port` on that has it. serve: at rank 0.
 
+        advice: the end of errors, where the store is not rank 0's.
         Raises RendezvousError if there is none in time.
         """
         self._lock = threading.Lock()
         self._server = TcpStoreServer(host, port, job) if serve else None
-        self._host, self._job, self._closed = host, job, False
+        self._host, self._job, self._closed, self._advice = host, job, False, advice
         # All connections, and those that no request uses. As many as the most requests at once.
         self._streams: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
@@ -220,9 +233,11 @@ class TcpStore:
                     self._streams.discard(stream)
                 stream.close()
             raise RendezvousError(
-                f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
+                f"the store at {self._host} does not answer any more ({error}); {self._advice}"
+                if self._advice
+                else f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
                 "Communicator?",
-                rank=0,
+                rank=None if self._advice else 0,
             ) from None
 
     def _idle_connection(self) -> socket.socket:
@@ -269,15 +284,16 @@ class TcpStore:
             time.sleep(_RETRY_S)
         raise RendezvousError(
             f"no store of this job at {self._host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s "
-            f"({failure}); did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?",
-            rank=0,
+            f"({failure}); "
+            + (self._advice or "did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?"),
+            rank=None if self._advice else 0,
         )
 
 
-def _listen(host: str, port: int) -> tuple[socket.socket, int]:
+def _listen(host: str, port: int, variable: str) -> tuple[socket.socket, int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     error: OSError | None = None
-    for candidate in range(port, port + PORTS):
+    for candidate in range(port, port + PORTS) if port else (0,):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -288,8 +304,8 @@ def _listen(host: str, port: int) -> tuple[socket.socket, int]:
             listener.close()
             error = refused
     raise RendezvousError(
-        f"rank 0 cannot listen on {host or 'any address'}, ports {port} to {port + PORTS - 1} ({error}); set another "
-        "MASTER_PORT",
+        f"{'rank 0' if variable == 'MASTER_PORT' else 'this process'} cannot listen on {host or 'any address'}, ports "
+        f"{port} to {port + PORTS - 1} ({error}); set another {variable}",
         rank=0,
     )
 

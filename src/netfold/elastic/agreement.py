@@ -52,7 +52,7 @@ class Decision(NamedTuple):
     """The successor of a generation. Ranks are those of the generation that ends."""
 
     members: tuple[int, ...]
-    """That go on, ascending. They are the first ranks of the next generation, in this order."""
+    """The ranks that go on, ascending. They are the first ranks of the next generation, in this order."""
     newcomers: tuple[str, ...]
     """The handles of the next ranks."""
     done: int

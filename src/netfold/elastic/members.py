@@ -21,7 +21,6 @@ So of a step that any member of the next generation has passed, every member kno
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import time
@@ -32,28 +31,30 @@ from typing import Any
 import numpy as np
 
 from netfold.bootstrap import handle, launchers
-from netfold.bootstrap.endpoint import Caller
 from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tcp_store import process_store
+from netfold.bootstrap.tcp_store import outliving_store, process_store
 from netfold.communicator.communicator import Communicator
 from netfold.elastic import messages
 from netfold.elastic.agreement import Decide, Decision, Report
 from netfold.elastic.change import Change, Lost, TooFewLeft, Vote
+from netfold.elastic.joining import Joining
 from netfold.elastic.negotiation import REQUEST_S, Loss, Negotiation
+from netfold.elastic.newest import NewestGeneration
 from netfold.errors import GroupAborted, Mismatch, RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import Message
 
-# The key of the newest generation's handles in the store.
-NEWEST = "elastic/newest"
+STORE_VARIABLE = "NETFOLD_STORE"
 # Ended generations whose decision a member remembers, for members that come late.
 MAX_PAST = 256
-# How often a newcomer asks, and how long its last question counts.
-_POLL_S, _LEASE_S = 0.2, 3.0
+# How long a newcomer's last question counts.
+_LEASE_S = 3.0
 # Newcomers that wait at one member. More are refused.
 MAX_WAITING = 1024
 # How long a member whose vote has not ended yet lets another one wait that has passed it.
 _PASS_S = 1.0
+# Changes after failures in a row in which nobody is lost and no step is done. The cause is then no lost member.
+MAX_FRUITLESS = 5
 # The longest text of a loss.
 _MAX_TEXT = 1000
 
@@ -84,7 +85,8 @@ class Members:
         """This member has not been sent the state yet."""
         self.first: Change | None = None
         """The change by which this process came in; None in the first generation."""
-        self._store, self._min_size, self._max_size = store, min_size, max_size
+        self._newest = NewestGeneration(store)
+        self._min_size, self._max_size = min_size, max_size
         self._join_timeout_s = join_timeout_s
         self._handles: tuple[str, ...] = ()
         self._past: OrderedDict[int, tuple[Decision, int]] = OrderedDict()  # and the size; by the generation that ended
@@ -93,8 +95,9 @@ class Members:
         self._negotiation: Negotiation | None = None  # None for a newcomer that waits
         self._voted = self._leaves = self._formed = False
         self._late_since: float | None = None
-        self._hint = ""  # a member that has taken this newcomer in
+        self._fruitless, self._done_at_change = 0, -1
         self._closed = False
+        self._joining = Joining(communicator.endpoint, self._newest, self._changed, join_timeout_s)
         communicator.endpoint.handlers.update(dict.fromkeys(messages.REQUESTS, self._handle))
 
     @classmethod
@@ -121,7 +124,7 @@ class Members:
         with members._changed:
             members._enter(1, communicator.handles)
             members._formed = True
-        members._publish()
+        members._publish(waits=False)
         return members
 
     @classmethod
@@ -170,14 +173,18 @@ class Members:
     ) -> Members:
         """The members of a launcher's job: all ranks of the first start, or a newcomer where the job has begun.
 
-        store: one that outlives ranks. Default: rank 0's process serves one, as `Communicator.from_environment`; when
-        that process has ended, there are no newcomers any more.
+        store: one that outlives ranks. Default: the one of `netfold store` that NETFOLD_STORE names; else rank 0's
+        process serves one, and when that process has ended, there are no newcomers any more.
         """
         place = launchers.placement(environment)
-        if store is None:
+        named = environment.get(STORE_VARIABLE)
+        if store is None and named:
+            store = outliving_store(named, join_timeout_s)
+        elif store is None:
             store = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=join_timeout_s)
         limits: Any = {"min_size": min_size, "max_size": max_size, "join_timeout_s": join_timeout_s}
-        if _newest(store) is not None:
+        newest = NewestGeneration(store).read()
+        if newest is not None and newest.generation > 0:
             return cls.newcomer(store, options=options, timeout_s=timeout_s, store_host=place.host, **limits)
         communicator = Communicator(
             PrefixStore(store, "elastic/first/"),
@@ -266,22 +273,29 @@ class Members:
 
         error: the failure that this member saw. A generation that fails while it forms is followed by the next.
         A member that the decision excludes comes back as a newcomer within this call, and may wait as a spare.
-        Raises TooFewLeft where no quorum, or fewer than min_size members, come within join_timeout_s.
+        Raises TooFewLeft where no quorum, or fewer than min_size members, come within join_timeout_s. Raises `error`
+        where it is a Mismatch, and after MAX_FRUITLESS failures in a row that no lost member explains.
         """
+        if error is not None and (isinstance(error, Mismatch) or self._fruitless >= MAX_FRUITLESS):
+            raise error
         with self._changed:
             loss = None if error is None else (getattr(error, "rank", None), str(error) or type(error).__name__)
             before, origin = self._handles, list(range(len(self._handles)))
             verdict: Loss | None = (
                 None if loss is None else (-1 if loss[0] is None else int(loss[0]), loss[1][:_MAX_TEXT])
             )
-        return self._go_on(before, origin, {}, verdict, is_member=True)
+        change = self._go_on(before, origin, {}, verdict, is_member=True)
+        is_fruitless = error is not None and not change.lost and not change.new and change.done == self._done_at_change
+        self._fruitless, self._done_at_change = self._fruitless + 1 if is_fruitless else 0, change.done
+        return change
 
     def close(self) -> None:
         """End without waiting for other members. Idempotent."""
         with self._changed:
-            self._closed = True
+            self._closed = self._joining.closed = True
             if self._negotiation is not None:
                 self._negotiation.close()
+            self._changed.notify_all()
         self.communicator.close()
 
     def __enter__(self) -> Members:
@@ -309,6 +323,8 @@ class Members:
         while True:
             if is_member:
                 decision, states = self._agree(loss, deadline)
+                if decision is None:
+                    return self._come_back(before, origin, None)
                 own = self.rank
                 for rank in set(range(self.size)) - set(decision.members):
                     if origin[rank] >= 0:
@@ -320,8 +336,9 @@ class Members:
                 with self._changed:
                     self._follow(decision, own)
             is_member = True
+            self._check_state(decision)
+            self._publish(waits=decision is not None and bool(decision.newcomers))
             try:
-                self._check_state(decision)
                 self._form(deadline)
             except RendezvousError as error:
                 loss = (-1 if error.rank is None else error.rank, str(error)[:_MAX_TEXT])
@@ -331,7 +348,6 @@ class Members:
                 if not self._has_reported():
                     break
                 loss = self._negotiation.loss if self._negotiation is not None else None
-        self._publish()
         lost = [Lost(rank, handle.parse(before[rank]).where, why.get(rank, "")) for rank in range(len(before))]
         return Change(
             generation=self.generation,
@@ -346,8 +362,11 @@ class Members:
             reason=reason,
         )
 
-    def _agree(self, loss: Loss | None, deadline: float) -> tuple[Decision, dict[int, str]]:
-        """The decision that ends the present generation, and what is known about members that did not take part."""
+    def _agree(self, loss: Loss | None, deadline: float) -> tuple[Decision | None, dict[int, str]]:
+        """The decision that ends the present generation, and what is known about members that did not take part.
+
+        None where the job went on without this member, and nobody tells how.
+        """
         with self._changed:
             negotiation = self._negotiation
             assert negotiation is not None
@@ -356,15 +375,13 @@ class Members:
             while agreement.decision is None and not negotiation.over and not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TooFewLeft(self._shortage_text(negotiation))
+                    raise TooFewLeft(negotiation.shortage(self._join_timeout_s))
                 self._changed.wait(left)
             if agreement.decision is not None:
                 return agreement.decision, negotiation.states()
             if self._closed:
                 raise GroupAborted("these members were closed")
-            # The job went on without this member, so long ago that no decision is known any more.
-            everybody = tuple(rank for rank in range(self.size) if rank != self.rank)
-            return Decision(everybody, (), 0, (), ()), negotiation.states()
+            return None, {}
 
     def _follow(self, decision: Decision, own: int) -> None:
         """Enter the generation that was decided, of which this member is one. Under the lock."""
@@ -392,6 +409,7 @@ class Members:
             min_size=self._min_size,
             max_size=self._max_size,
             waiting=self._fresh,
+            newest=self._newest,
         )
         self._changed.notify_all()
 
@@ -424,12 +442,13 @@ class Members:
         self.close()
         return Change(generation, -1, len(decision.members), decision.done, left=True, reason="it left by its own wish")
 
-    def _come_back(self, before: Sequence[str], origin: Sequence[int], decision: Decision) -> Change:
+    def _come_back(self, before: Sequence[str], origin: Sequence[int], decision: Decision | None) -> Change:
         """This member was decided out: be a newcomer."""
         with self._changed:
-            after = self.generation
-            self._remember(after, decision, self.size)
-            known = [self._handles[rank] for rank in decision.members] + list(decision.newcomers)
+            after, known = self.generation, list(self._handles)
+            if decision is not None:
+                self._remember(after, decision, self.size)
+                known = [self._handles[rank] for rank in decision.members] + list(decision.newcomers)
             if self._negotiation is not None:
                 self._negotiation.close()
             self._negotiation, self.lacks, self._formed = None, True, False
@@ -439,82 +458,23 @@ class Members:
 
     def _come_in(self, after: int, before: Sequence[str], known: Sequence[str], origin: Sequence[int] | None) -> Change:
         """Wait until a generation has this process, and form it. known: handles of members, beside the store's."""
-        generation, handles, decision, former = self._wait_to_be_taken(after, known)
+        welcome = self._joining.wait(after, known)
         with self._changed:
-            self.lacks, self.done = True, decision.done
-            self._remember(generation - 1, decision, former)
-            self._enter(generation, handles)
+            self.lacks, self.done = True, welcome.decision.done
+            self._remember(welcome.generation - 1, welcome.decision, welcome.former)
+            self._enter(welcome.generation, welcome.handles)
         # Ranks of generations that this process has not seen cannot be told.
         places = {text: rank for rank, text in enumerate(before)}
-        return self._go_on(before, [places.get(each, -1) for each in handles], {}, None, is_member=False)
+        return self._go_on(before, [places.get(each, -1) for each in welcome.handles], {}, None, is_member=False)
 
-    def _wait_to_be_taken(self, after: int, known: Sequence[str]) -> tuple[int, list[str], Decision, int]:
-        """The generation, its handles, the decision that began it, and the size of the one before."""
-        own = self.communicator.handle
-        request = {"type": "join", "handle": own, "after": after}
-        answered_at, state = time.monotonic(), "the store names none"
-        while True:
-            with self._changed:
-                hint, self._hint = self._hint, ""
-            newest = _newest(self._store) if self._store is not None else None
-            candidates = [hint] if hint else []
-            candidates += [*([] if newest is None else newest), *known]
-            for text in dict.fromkeys(each for each in candidates if each != own):
-                caller = Caller(handle.parse(text), self.communicator.endpoint.interfaces)
-                while not self._closed:
-                    try:
-                        reply = caller.call(request, REQUEST_S)
-                        if reply["type"] == "welcome":
-                            return self._welcomed(caller, reply)
-                    except (RendezvousError, OSError, EOFError) as error:
-                        state = str(error)
-                        break
-                    if reply["type"] == "refused":
-                        raise RendezvousError(str(reply["text"]))
-                    if reply["type"] != "waiting":
-                        state = f"{handle.parse(text).where} is no member now"
-                        break
-                    answered_at = time.monotonic()
-                    with self._changed:
-                        if not self._hint:
-                            self._changed.wait(_POLL_S)
-                        if self._hint and self._hint != text:
-                            break
-            if self._closed:
-                raise GroupAborted("these members were closed")
-            if time.monotonic() > answered_at + self._join_timeout_s:
-                raise RendezvousError(
-                    f"no member of the job has answered for {self._join_timeout_s:.0f} s ({state}). Does the store "
-                    "belong to this job, and does its job still run?"
-                )
-            with self._changed:
-                if not self._hint:
-                    self._changed.wait(_POLL_S)
+    def _publish(self, *, waits: bool) -> None:
+        """At rank 0, say in the store which generation is the newest, before it forms.
 
-    def _welcomed(self, caller: Caller, reply: Message) -> tuple[int, list[str], Decision, int]:
-        generation, size = int(reply["generation"]), int(reply["size"])
-        handles: list[str] = []
-        while len(handles) < size:
-            page = caller.call({"type": "members", "generation": generation, "start": len(handles)}, REQUEST_S)
-            if page["type"] != "members" or not page["handles"]:
-                raise EOFError("the generation ended while it was described")
-            handles += page["handles"]
-        return generation, handles, messages.unpack_decision(reply["decision"]), int(reply["former"])
-
-    def _publish(self) -> None:
-        """At rank 0, write the newest handles into the store. A lost store costs newcomers, and nothing else."""
-        store = self._store
-        if store is None or self.rank != 0:
-            return
-        text = json.dumps({"generation": self.generation, "handles": messages.page(self._handles, 0)}).encode()
-
-        def write() -> None:
-            try:
-                store.set(NEWEST, text)
-            except Exception:  # the stores' errors have no common base
-                return
-
-        threading.Thread(target=write, name="netfold members", daemon=True).start()
+        waits: for the store, where newcomers are in it. A member that was decided out, and finds that all other members
+        of its generation have ended, then finds the newcomers, and does not go on alone.
+        """
+        if self.rank == 0:
+            self._newest.write(self.generation, self._handles, waits=waits)
 
     # --- under the lock ---
 
@@ -550,25 +510,6 @@ class Members:
             del self._waiting[each]
         return list(self._waiting)
 
-    def _shortage_text(self, negotiation: Negotiation) -> str:
-        size, missing = self.size, negotiation.states()
-        waited = f"within {self._join_timeout_s:.0f} s"
-        if negotiation.shortage() > 0:
-            return (
-                f"generation {self.generation} of {size} members has ended, and {negotiation.shortage()} more members "
-                f"are needed {waited}: min_size is {self._min_size}. Start more ranks, or set a lower min_size"
-            )
-        absent = "; ".join(
-            f"rank {rank} ({handle.parse(self._handles[rank]).where}): {state}" for rank, state in missing.items()
-        )
-        missing_text = absent or f"the decision of rank {negotiation.agreement.leader}"
-        return (
-            f"generation {self.generation} of {size} members has ended, and its members did not agree {waited}. More "
-            "than half of them are needed, or half with rank 0, so that two parts of a cut network never both go on. "
-            f"Missing: {missing_text}. Check these hosts and the network between them, or start the job again from a "
-            "checkpoint"
-        )
-
     # --- requests of other processes, on threads of the listener ---
 
     def _handle(self, request: Message) -> Message:
@@ -580,7 +521,7 @@ class Members:
                 waits = self._negotiation is None and not self._closed
                 return {"type": "alive"} if waits else {"type": "unknown", "text": "it does not wait to join"}
             if kind == "taken":
-                self._hint = str(request["handle"])
+                self._joining.hint = str(request["handle"])
                 self._changed.notify_all()
                 return {"type": "alive"}
             if self._negotiation is None or self._closed:
@@ -643,12 +584,3 @@ class Members:
         now = time.monotonic()
         self._late_since = now if self._late_since is None else self._late_since
         return now < self._late_since + _PASS_S
-
-
-def _newest(store: Store) -> list[str] | None:
-    """The handles of the newest generation, as many as the store holds; None where no generation has formed."""
-    try:
-        read = json.loads(store.get(NEWEST, 0.0))
-    except (TimeoutError, RendezvousError):
-        return None
-    return [str(each) for each in read["handles"]]

@@ -24,7 +24,8 @@ from netfold.bootstrap import handle
 from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.endpoint import Caller
 from netfold.elastic import messages
-from netfold.elastic.agreement import NO_BALLOT, Agreement, Decide, Request, decide_from
+from netfold.elastic.agreement import NO_BALLOT, Agreement, Ask, Ballot, Decide, Request, decide_from
+from netfold.elastic.newest import NewestGeneration
 from netfold.errors import RendezvousError
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 
@@ -32,6 +33,8 @@ from netfold.switch_protocol.control_messages import Message, ProtocolError
 SUSPECT_S = 3.0
 REQUEST_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+# Of many members that notice a failure at the same time, some ask their leader first, and so many a second in all.
+_ASKS_PER_S = 1000
 # Two members that outbid each other try again at different times.
 _OUTBID_S = (0.05, 0.3)
 _MAX_REQUESTS = 32
@@ -68,6 +71,7 @@ class Negotiation:
         min_size: int,
         max_size: int | None,
         waiting: Callable[[], Sequence[str]],
+        newest: NewestGeneration,
     ) -> None:
         """handles: of the members. changed: the lock of everything here, notified when something has come.
 
@@ -83,7 +87,10 @@ class Negotiation:
         self.told = threading.Event()
         """Set when the decision was sent to all that this member tells."""
         self._own, self._interfaces, self._changed = own, interfaces, changed
-        self._min_size, self._max_size, self._waiting = min_size, max_size, waiting
+        self._min_size, self._max_size, self._waiting, self._newest = min_size, max_size, waiting, newest
+        # The ballot for which the store was asked, and whether it names no later generation. None: not known yet.
+        self._store_asked: Ballot = NO_BALLOT
+        self._is_newest: bool | None = None
         self._peers = {
             each: _Peer(member, Caller(member, interfaces)) for each, member in enumerate(read) if each != rank
         }
@@ -91,7 +98,7 @@ class Negotiation:
         self._runs = self._closed = self._led = False
         self._lead_at = 0.0
         self._alive: dict[str, bool | None] = {}  # newcomers; None: not known yet
-        self._shortage = 0  # how many are missing to min_size
+        self._missing = 0  # how many are missing to min_size
 
     def start(self, loss: Loss | None, timeout_s: float) -> None:
         """Run until there is a decision, `timeout_s` at least. The member has begun. Under the lock.
@@ -114,9 +121,23 @@ class Negotiation:
         """In words, what is known about each member that has not agreed. Under the lock."""
         return {rank: peer.state for rank, peer in self._peers.items() if peer.state}
 
-    def shortage(self) -> int:
-        """How many members are missing to the least number, where a quorum has been found. Under the lock."""
-        return self._shortage
+    def shortage(self, waited_s: float) -> str:
+        """Explain in sentences that there is no decision. Under the lock."""
+        began = f"generation {self.generation} of {len(self.handles)} members has ended, and"
+        if self._missing > 0:
+            return (
+                f"{began} {self._missing} more members are needed within {waited_s:.0f} s: min_size is "
+                f"{self._min_size}. Start more ranks, or set a lower min_size"
+            )
+        missing = [f"rank {rank} ({self._peers[rank].handle.where}): {state}" for rank, state in self.states().items()]
+        if self.agreement.may_propose:
+            missing.append("the store, which would name a generation that went on without this member")
+        listed = "; ".join(missing or [f"the decision of rank {self.agreement.leader}"])
+        return (
+            f"{began} its members did not agree within {waited_s:.0f} s. More than half of them are needed, or half "
+            f"with rank 0, so that two parts of a cut network never both go on. Missing: {listed}. Check these hosts "
+            "and the network between them, or start the job again from a checkpoint"
+        )
 
     def _run(self) -> None:
         pool = ThreadPoolExecutor(min(_MAX_REQUESTS, max(1, len(self._peers))), "netfold agreement")
@@ -149,7 +170,7 @@ class Negotiation:
                 self._led = True
         elif agreement.is_stuck:
             agreement.lead()
-        if not agreement.may_propose:
+        if not agreement.may_propose or (agreement.rests_on_ends and not self._is_latest(pool)):
             return
         if agreement.inherited is not None:
             return agreement.propose()
@@ -158,9 +179,33 @@ class Negotiation:
             return  # their answers are under way
         draft = decide_from(agreement.reports, agreement.ended, newcomers, self._max_size)
         # Where all leave there is nobody to wait for.
-        self._shortage = self._min_size - len(draft.members) - len(draft.newcomers) if draft.members else 0
-        if self._shortage <= 0:
+        self._missing = self._min_size - len(draft.members) - len(draft.newcomers) if draft.members else 0
+        if self._missing <= 0:
             agreement.propose(newcomers, self._max_size)
+
+    def _is_latest(self, pool: ThreadPoolExecutor) -> bool:
+        """Whether the store names no later generation, where one is kept. Asked anew for each ballot.
+
+        A later generation, without this member, may consist of newcomers by now, whom this member does not know.
+        """
+        if not self._newest.is_kept:
+            return True
+        if self._store_asked != self.agreement.ballot:
+            self._store_asked, self._is_newest = self.agreement.ballot, None
+            pool.submit(self._ask_store, self.agreement.ballot)
+        return bool(self._is_newest)
+
+    def _ask_store(self, ballot: Ballot) -> None:
+        while (newest := self._newest.read()) is None:
+            with self._changed:
+                if self._closed or self._store_asked != ballot or time.monotonic() > self._until:
+                    return
+            time.sleep(_LONGEST_PAUSE_S)
+        with self._changed:
+            if self._store_asked == ballot:
+                self._is_newest = newest.generation <= self.generation
+                self.over |= not self._is_newest
+            self._changed.notify_all()
 
     def _newcomers(self, pool: ThreadPoolExecutor) -> list[str] | None:
         """Those that live, of the newcomers that asked any member; None while that is being found out."""
@@ -188,13 +233,15 @@ class Negotiation:
 
     def _send(self, pool: ThreadPoolExecutor, now: float) -> float:
         """Send what is due; returns the time at which something is due next."""
-        next_at = now + (_SHORT_PAUSE_S if self._shortage > 0 else _LONGEST_PAUSE_S)
+        next_at = now + (_SHORT_PAUSE_S if self._missing > 0 else _LONGEST_PAUSE_S)
         if self.agreement.ballot == NO_BALLOT and now < self._lead_at:
             next_at = min(next_at, self._lead_at)
         for rank, request in self.agreement.wanted().items():
             peer = self._peers[rank]
             if peer.request != request:
                 peer.request, peer.pause_s, peer.next_at = request, _FIRST_PAUSE_S, 0.0
+                if isinstance(request, Ask):
+                    peer.next_at = now + random.uniform(0.0, len(self.handles) / _ASKS_PER_S)
             if peer.is_asked:
                 continue
             if now >= peer.next_at:
@@ -225,8 +272,12 @@ class Negotiation:
             error = failed
         with self._changed:
             peer.is_asked = False
-            peer.next_at = time.monotonic() + peer.pause_s
+            pause_s = peer.pause_s
             peer.pause_s = min(2 * peer.pause_s, _LONGEST_PAUSE_S)
+            if self.agreement.promised != NO_BALLOT and isinstance(request, Ask):
+                # A ballot is under way, and its leader will tell.
+                pause_s = max(_LONGEST_PAUSE_S, len(self.handles) / _ASKS_PER_S)
+            peer.next_at = time.monotonic() + pause_s
             if reply is None:
                 self._unanswered(rank, peer, began, error)
             else:
