@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from netfold.bootstrap.launchers import placement
 from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tcp_store import TcpStore
+from netfold.bootstrap.tcp_store import outliving_store
 from netfold.elastic import Members
+from netfold.elastic.members import STORE_VARIABLE
 from netfold.torch.elastic import State, World
 from netfold.torch.elastic.world import agent_store
 from netfold.train.callbacks.events import Callback
@@ -36,7 +37,6 @@ from netfold.train.fault_tolerance.step_vote import VOTE_NUMBERS, StepVote
 from netfold.train.fault_tolerance.straggler import Straggler
 from netfold.train.parallel import Unpipelined
 from netfold.train.parallel.mesh import Mesh, gather
-from netfold.train.rank import STORE
 from netfold.train.recipe import Recipe
 from netfold.train.trainer import Outcome, Trainer, is_due
 
@@ -280,9 +280,8 @@ def _folder(world: World, store: Store | None, choose: Callable[[], Path | None]
 
 
 def _store() -> Store | None:
-    """The store of the process that starts the ranks; None: rank 0's."""
-    if STORE in os.environ:
-        job, _, port = os.environ[STORE].partition(" ")
-        return TcpStore("127.0.0.1", int(port), job, serve=False, timeout_s=60.0)
+    """The store that outlives ranks; None: there is none, and `Members` uses rank 0's."""
+    if STORE_VARIABLE in os.environ:
+        return outliving_store(os.environ[STORE_VARIABLE], 60.0)
     agents = agent_store()
     return None if agents is None else PrefixStore(agents, "netfold train/")

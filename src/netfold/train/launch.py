@@ -23,9 +23,10 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from netfold.bootstrap.tcp_store import TcpStoreServer
+from netfold.bootstrap.tcp_store import OUTLIVING, TcpStoreServer
+from netfold.elastic.members import STORE_VARIABLE
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
-from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, STORE, job_status, share_job
+from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_job
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
 
@@ -87,7 +88,6 @@ class _Ranks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._signal = 0
         self._store: TcpStoreServer | None = None
-        self._job = ""
 
     def __enter__(self) -> _Ranks:
         self._handlers = {
@@ -153,9 +153,7 @@ class _Ranks:
     def _start_all(self) -> None:
         if self._store is not None:
             self._store.close()
-        self._job = uuid.uuid4().hex
-        # A free port.
-        self._store = TcpStoreServer("127.0.0.1", 0, self._job)
+        self._store = TcpStoreServer("127.0.0.1", 0, OUTLIVING)
         for rank in range(self._size):
             self._start(rank)
 
@@ -178,7 +176,7 @@ class _Ranks:
             "LOCAL_WORLD_SIZE": str(self._size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
-            STORE: f"{self._job} {self._store.port}",
+            STORE_VARIABLE: f"127.0.0.1:{self._store.port}",
         }
         command = [sys.executable, "-m", "netfold.cli", *sys.argv[1:]]
         self._processes[rank] = subprocess.Popen(command, env=environment)

@@ -40,8 +40,6 @@ _TRANSIENT = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
 # The path of `share_job`.
 _JOB = "_NETFOLD_TRAIN_JOB"
-# `job port` of the store that the starter of an elastic job serves.
-STORE = "_NETFOLD_TRAIN_STORE"
 
 
 @dataclass(frozen=True)

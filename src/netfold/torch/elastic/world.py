@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from netfold.elastic.change import Change
-from netfold.elastic.members import Members
+from netfold.elastic.members import STORE_VARIABLE, Members
 from netfold.elastic.policy import Parts, Policy, divide, keep
 from netfold.errors import NetfoldError
 from netfold.options import Options
@@ -41,8 +41,6 @@ from netfold.torch.operations import operations_of
 from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
-# Changes in a row that neither lose nor gain a member and repeat one step: then the step itself is at fault.
-MAX_REPEATS = 3
 
 
 class World:
@@ -107,7 +105,6 @@ class World:
         self._pending: Change | None = None  # decided in the vote, to be adopted after the attempt
         self._changes_next = False
         self._collectives = 0
-        self._repeats = 0
         self._end_hooks: Callable[[], None] = lambda: None
 
     def on_change(self, callback: Callable[[World], None]) -> Callable[[World], None]:
@@ -163,7 +160,7 @@ class World:
             change = self._pending
             # Samples that the policy left out count too: nobody takes them later.
             self._progress.samples += self._step_samples
-            self._parts, self._repeats = None, 0
+            self._parts = None
             if change is None and self._changes_next:
                 change = self._change(None)
             if change is not None:
@@ -321,17 +318,10 @@ class World:
         if error is not None:
             if not self._is_lost():
                 raise error
-            self._repeats += 1
-            if self._repeats > MAX_REPEATS:
-                raise RuntimeError(
-                    f"netfold.elastic: step {self.step} failed {self._repeats} times, and no member was lost: {error}"
-                ) from error
             # Ranks that wait in them for this one must not wait for a timeout.
             for operations in _groups():
                 operations.netfold.abort(f"a member was lost: {error}")
         change = self.members.change(error)
-        if change.lost or change.new:
-            self._repeats = 0
         if self._parts is not None:
             self._parts = self._after(self._parts, change)
         return self._with_result(change)
@@ -467,8 +457,8 @@ def _groups() -> Iterator[Any]:
 
 
 def agent_store() -> TorchStore | None:
-    """The store of torchrun's agents, which outlives ranks; None under another launcher."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """The store of torchrun's agents, which outlives ranks. None: there is none, or NETFOLD_STORE names another."""
+    if STORE_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TorchStore(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
