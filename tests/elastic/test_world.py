@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from loops import SAMPLES, die, join, mark, marked, serial, train, until, whole_steps
+from loops import SAMPLES, die, join, loss_of, made, mark, marked, serial, train, until, weights, whole_steps
 from ranks import run_ranks, values
 
 pytest.importorskip("torch")
@@ -15,8 +16,8 @@ CLOSE = {"rel": 1e-9, "abs": 1e-12}  # f64, summed in another order
 
 
 def check(found: dict[str, Any], steps: int) -> None:
-    weights, losses = serial(whole_steps(steps))
-    assert found["weights"] == pytest.approx(weights, **CLOSE)
+    expected, losses = serial(whole_steps(steps))
+    assert found["weights"] == pytest.approx(expected, **CLOSE)
     assert found["losses"] == pytest.approx({step: losses[step] for step in found["losses"]}, **CLOSE)
     assert found["samples"] == steps * SAMPLES
 
@@ -68,3 +69,196 @@ def test_a_job_of_eight_loses_three_ranks_and_gets_two_back() -> None:
     sizes = found[0]["sizes"]
     assert [sizes[step] for step in (3, 5, 9, 13, 29)] == [8, 7, 6, 5, 7]
     assert [min(each["losses"]) for each in found] == [0, 0, 0, 0, 0, 17, 21]
+
+
+def skips(rank: int, size: int, folder: str) -> Any:
+    """Rank 1 is lost in step 3, and its samples of that step with it."""
+    from netfold.elastic import Policy
+
+    def hook(world: Any, now: str) -> None:
+        if (rank, world.step, now) == (1, 3, "vote"):
+            die()
+
+    return train(join(folder, rank, size), 6, hook, Policy(SAMPLES, lost_samples="skip"))
+
+
+def test_the_lost_part_of_a_step_can_be_left_out() -> None:
+    outcomes = run_ranks(skips, 3, dies=[1])
+    steps = whole_steps(6)
+    steps[3] = (range(72, 80), range(88, 96))
+    expected, losses = serial(steps)
+    for found in values([outcomes[0], outcomes[2]]):
+        assert found["weights"] == pytest.approx(expected, **CLOSE)
+        assert found["losses"] == pytest.approx(dict(enumerate(losses)), **CLOSE)
+        assert found["samples"] == 6 * SAMPLES
+
+
+def keeps_its_part(rank: int, size: int, folder: str) -> Any:
+    from netfold.elastic import Policy
+
+    def hook(world: Any, now: str) -> None:
+        if (rank, world.step, now) == (2, 3, "forward"):
+            die()
+        factors.append(world.lr_factor)
+
+    factors: list[float] = []
+    found = train(join(folder, rank, size), 6, hook, Policy(SAMPLES, batch="per_rank", learning_rate="linear"))
+    return found, factors[-1]
+
+
+def test_the_batch_and_the_learning_rate_can_follow_the_ranks() -> None:
+    outcomes = run_ranks(keeps_its_part, 3, dies=[2])
+    first = whole_steps(3)
+    smaller = [(range(72 + 16 * step, 88 + 16 * step),) for step in range(3)]
+    net, optimizer, scheduler = made()
+    for number, (numbers,) in enumerate([*first, *smaller]):
+        optimizer.zero_grad()
+        loss_of(net, numbers).backward()
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate * (1 if number < 3 else 2 / 3)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
+        scheduler.step()
+    for found, factor in values(outcomes[:2]):
+        assert found["weights"] == pytest.approx(weights(net), **CLOSE)
+        assert found["samples"] == 72 + 48 and factor == pytest.approx(2 / 3)
+        assert found["rate"] == pytest.approx(0.02 * 0.97**6)
+
+
+def leaves(rank: int, size: int, folder: str) -> Any:
+    def hook(world: Any, now: str) -> None:
+        if (rank, world.step, now) == (0, 3, "forward"):
+            world.leave()
+
+    return train(join(folder, rank, size), 8, hook)
+
+
+def test_a_rank_that_leaves_costs_no_step() -> None:
+    gone, *others = values(run_ranks(leaves, 3))
+    assert gone["left"] and sorted(gone["losses"]) == [0, 1, 2, 3]
+    for found in others:
+        check(found, 8)
+        assert found["sizes"] == {step: 3 if step < 4 else 2 for step in range(8)}
+
+
+def stands_in_the_vote(rank: int, size: int, folder: str) -> Any:
+    """Rank 0 has passed the vote of step 3, rank 1 is lost, and rank 2 does not learn how its vote has ended."""
+    members = join(folder, rank, size)
+    vote, change = members.vote, members.change
+    applies: list[bool] = []
+
+    def voting() -> Any:
+        if members.done != 3 or members.generation > 1 or rank == 0:
+            return vote()
+        wish = members.begin_vote()
+        members.communicator.all_reduce(np.array([wish, 3, -3], np.int64), op="max")
+        until(marked(folder, "passed"), "rank 0 has passed the vote")
+        if rank == 1:
+            die()
+        members.communicator.group.abort("the connection of rank 2 is broken")
+        return vote()
+
+    def changing(error: BaseException | None = None) -> Any:
+        found = change(error)
+        applies.append(found.apply)
+        return found
+
+    def hook(world: Any, now: str) -> None:
+        if (rank, world.step, now) == (0, 3, "voted"):
+            mark(folder, "passed")
+
+    members.vote, members.change = voting, changing
+    found = train(members, 8, hook)
+    return found, applies
+
+
+def test_a_rank_that_does_not_know_how_its_vote_ended_is_told() -> None:
+    outcomes = run_ranks(stands_in_the_vote, 3, dies=[1])
+    (passed, at_once), (told, applies) = values([outcomes[0], outcomes[2]])
+    assert (at_once, applies) == ([False], [True])
+    for found in (passed, told):
+        check(found, 8)
+    assert passed["weights"] == told["weights"]
+
+
+def breaks_rules(rank: int, size: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    import netfold.elastic as elastic
+
+    net, optimizer, _ = made()
+    state = elastic.State(model=net, optimizer=optimizer)
+    with elastic.World(state, members=join(folder, rank, size)) as world:
+        assert dist.get_world_size() == size and world.generation == 1
+
+        def body(*, after: bool) -> None:
+            loss_of(net, range(4)).backward()
+            optimizer.step()
+            if after:
+                dist.barrier()
+
+        with pytest.raises(RuntimeError, match="1 collective of the default group after the vote"), world.attempt():
+            body(after=True)
+        assert world.members.done == 1
+        outside = pytest.raises(RuntimeError, match="between two attempts: a lost member would end this process")
+        with outside, world.attempt():
+            body(after=False)
+        with pytest.raises(RuntimeError, match=r"outside of World\.attempt"):
+            optimizer.step()
+
+        class OwnError(Exception): ...
+
+        world._collectives = world._submitted()
+        with pytest.raises(OwnError), world.attempt():
+            raise OwnError
+        step = world.step
+        with world.attempt():
+            pass  # the end votes
+        assert world.step == step + 1
+        with pytest.raises(ValueError, match="World was given no policy"):
+            _ = world.part
+
+
+def test_collectives_in_the_wrong_place_are_refused() -> None:
+    values(run_ranks(breaks_rules, 2))
+
+
+def scaled(rank: int, size: int, folder: str) -> Any:
+    """A GradScaler leaves step 2 out, and a rank is lost in it: the scale falls once."""
+    import torch
+
+    import netfold.elastic as elastic
+
+    net, optimizer, _ = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = elastic.State(model=net, optimizer=optimizer, scaler=scaler)
+    with elastic.World(state, members=join(folder, rank, size), policy=elastic.Policy(SAMPLES)) as world:
+        ddp: list[Any] = []
+
+        def wrap(world: Any) -> None:
+            ddp[:] = [torch.nn.parallel.DistributedDataParallel(net, init_sync=False)]
+
+        world.on_change(wrap)
+        while world.step < 5:
+            with world.attempt():
+                optimizer.zero_grad()
+                factor = float("inf") if world.step == 2 else 1.0
+                loss = loss_of(ddp[0], world.part) * world.weight * factor
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                if (rank, world.step) == (1, 2):
+                    die()
+                scaler.step(optimizer)
+                scaler.update()
+        return weights(net), scaler.get_scale()
+
+
+def test_a_step_that_a_loss_scaler_leaves_out_is_left_out_once() -> None:
+    outcomes = run_ranks(scaled, 3, dies=[1])
+    net, optimizer, _ = made()
+    for step in (0, 1, 3, 4):
+        optimizer.zero_grad()
+        loss_of(net, range(step * SAMPLES, (step + 1) * SAMPLES)).backward()
+        optimizer.step()
+    for found, scale in values([outcomes[0], outcomes[2]]):
+        assert found == pytest.approx(weights(net), **CLOSE) and scale == 4.0
