@@ -153,14 +153,14 @@ class World:
         except _Repeat as repeat:
             self._end_attempt(repeat.change)
         except Exception as error:
+            if self._voted:
+                self._count_step()
             if self._voted or not self._is_lost():
                 raise
             self._end_attempt(self._change(error))
         else:
+            self._count_step()
             change = self._pending
-            # Samples that the policy left out count too: nobody takes them later.
-            self._progress.samples += self._step_samples
-            self._parts = None
             if change is None and self._changes_next:
                 change = self._change(None)
             if change is not None:
@@ -169,6 +169,11 @@ class World:
         finally:
             self._in_attempt, self._pending, self._changes_next = False, None, False
         self._collectives = self._submitted()
+
+    def _count_step(self) -> None:
+        # Samples that the policy left out count too: no rank takes them later.
+        self._progress.samples += self._step_samples
+        self._parts, self.step = None, self.members.done
 
     def vote(self, numbers: Sequence[float] = ()) -> list[float]:
         """Wait until every rank has all that it needs for this step. At most one vote is taken in an attempt.
