@@ -1,4 +1,4 @@
-"""What a job does with its batch and its learning rate when the number of ranks changes. Pure functions.
+"""The batch and the learning rate of a job when the number of ranks changes: pure functions.
 
     batch          "global": a step takes the same samples for any number of ranks, which divide them.
                    "per_rank": every rank takes as many samples as at the start; a step takes more or fewer.

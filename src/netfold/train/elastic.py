@@ -108,8 +108,8 @@ class ElasticTrainer(Trainer):
                 if self._started:
                     self._announce()
             self._place = world.rank
-        if world.news:
-            self._note("warning", f"{world.news}; a step takes {self.batch} samples")
+        if world.last_change:
+            self._note("warning", f"{world.last_change}; a step takes {self.batch} samples")
 
     # --- training ---
 
@@ -213,7 +213,7 @@ class ElasticTrainer(Trainer):
 
 
 class _Position:
-    """How far a job is: part of a rank's state."""
+    """The progress of a job: a part of each rank's state."""
 
     _NAMES = ("step", "samples", "begun", "stopping", "finished", "write_failed", "evaluated", "saved", "values")
 

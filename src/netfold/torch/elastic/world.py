@@ -81,7 +81,7 @@ class World:
             self.state = state
         self.policy, self._numbers = policy, numbers
         self._level = log_level
-        self.news = ""
+        self.last_change = ""
         """The sentence about the last change, for people."""
         self._result = np.zeros(1 + numbers)  # of the last vote: the steps that it made, and the sums
         self.step = step
@@ -413,9 +413,9 @@ class World:
         lost = "".join(f"; lost rank {each.rank} ({each.where}): {each.why}" for each in change.lost)
         joined = f"; {len(change.new)} joined" if change.new else ""
         policy = f"; {self.policy.describe(self.size, self._progress.first_size)}" if self.policy is not None else ""
-        self.news = f"generation {change.generation} has {change.size} ranks, from step {change.done}{lost}{joined}"
+        self.last_change = f"generation {change.generation} has {change.size} ranks, from step {change.done}{lost}{joined}"
         if self.rank == 0:
-            log.log(self._level, "elastic: %s%s", self.news, policy)
+            log.log(self._level, "elastic: %s%s", self.last_change, policy)
 
     def _submitted(self) -> int:
         return 0 if self.left else self.members.communicator.group.collectives_submitted
@@ -441,7 +441,7 @@ class _Repeat(BaseException):
 
 
 class _Progress:
-    """What a newcomer learns beside the user's state."""
+    """The part of the state that is not the user's."""
 
     def __init__(self) -> None:
         self.samples = 0
