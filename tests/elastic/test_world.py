@@ -262,3 +262,42 @@ def test_a_step_that_a_loss_scaler_leaves_out_is_left_out_once() -> None:
         optimizer.step()
     for found, scale in values([outcomes[0], outcomes[2]]):
         assert found == pytest.approx(weights(net), **CLOSE) and scale == 4.0
+
+
+def adds_numbers(rank: int, size: int, folder: str) -> Any:
+    """As `stands_in_the_vote`, with a vote that adds numbers up: rank 2 gets the sums from rank 0."""
+    import torch
+
+    import netfold.elastic as elastic
+
+    net = torch.nn.Linear(1, 1)
+    members = join(folder, rank, size)
+    group = members.communicator
+    all_reduce = group.all_reduce
+
+    def reducing(array: Any, **options: Any) -> None:
+        all_reduce(array, **options)
+        if members.done == 2 and members.generation == 1 and rank != 0:
+            until(marked(folder, "passed"), "rank 0 has passed the vote")
+            if rank == 1:
+                die()
+            array[:] = -1.0  # not what the ranks added up
+            group.group.abort("the connection of rank 2 is broken")
+            all_reduce(array, **options)
+
+    group.all_reduce = reducing
+    found = []
+    with elastic.World(elastic.State(model=net), numbers=2, members=members) as world:
+        while world.step < 4:
+            with world.attempt():
+                sums = world.vote([world.step + 1.0, 10.0**members.rank])
+                found.append(sums)
+                if (rank, world.step) == (0, 2):
+                    mark(folder, "passed")
+    return found
+
+
+def test_a_rank_that_is_told_gets_the_sums_of_the_vote() -> None:
+    outcomes = run_ranks(adds_numbers, 3, dies=[1])
+    expected = [[3.0, 111.0], [6.0, 111.0], [9.0, 111.0], [8.0, 11.0]]
+    assert values([outcomes[0], outcomes[2]]) == [expected, expected]

@@ -145,6 +145,16 @@ def test_without_restarts_the_ranks_that_are_left_end_the_run(tmp_path: Path) ->
     assert any("generation 2 has 2 ranks, from step" in text for text in notes), notes
 
 
+def test_all_ranks_start_again_from_a_checkpoint_if_none_is_left(tmp_path: Path) -> None:
+    process = start(tmp_path, 2, 80, 1)
+    wait_for_step(process, tmp_path, 45)
+    for rank in ranks_of(process):
+        os.kill(rank, signal.SIGKILL)
+    _, err = ended(process)
+    assert process.returncode == 0, err
+    assert "continuing after step" in err and max(losses(tmp_path)) == 80, err
+
+
 def test_a_stop_request_ends_all_ranks_and_the_run_continues(tmp_path: Path) -> None:
     process = start(tmp_path, 2, 2000)
     wait_for_step(process, tmp_path, 10)
