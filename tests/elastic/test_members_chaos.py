@@ -45,7 +45,7 @@ class Process:
     continues_at: float = 0.0  # while it is stopped
 
     def last(self) -> list[object]:
-        """What it printed last: in each step, so only once it holds the state."""
+        """The line that it printed last. It prints one in each step, so only once it holds the state."""
         lines = self.log.read_text().splitlines()
         return json.loads(lines[-1]) if lines and lines[-1].startswith("[") and lines[-1].endswith("]") else []
 

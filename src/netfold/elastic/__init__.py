@@ -1,8 +1,10 @@
 """Jobs whose ranks come and go: a lost rank costs a step and not a restart, and new ranks join at a step's boundary.
 
-`members` is the entry, over `communicator`. `agreement` decides who goes on, as a state machine that `negotiation` runs
-over the members' listeners; `messages` are its messages, `change` the results. `policy` divides the data. With torch:
-`State` and `World`, of `netfold.torch.elastic`, which is loaded when one of them is first used.
+`members` is the entry, over `communicator`; `change` has its results. `standing` is a process's state, which its
+training thread and `service`, at its listener, share. `agreement` decides who goes on, as a state machine that
+`negotiation` runs over the members' listeners, by `messages`. A newcomer finds members by `newest`, and asks them by
+`joining`. `policy` divides the data. With torch: `State` and `World`, of `netfold.torch.elastic`, which is loaded
+when one of them is first used.
 May import: communicator, bootstrap, `netfold.options`, `netfold.errors`. Never torch.
 
 Always: a generation has one successor; a step is applied by all members or by none; a minority never goes on alone; a
