@@ -52,7 +52,7 @@ def loses_three_and_gets_two_back(rank: int, size: int, folder: str, first: int)
             # A newcomer asks rank 0 first.
             if (world.rank, world.step, now) == (0, step, "forward"):
                 mark(folder, f"join {newcomer}")
-                until(lambda: world.members._waiting, f"{newcomer} has asked")
+                until(lambda: world.members._standing._waiting, f"{newcomer} has asked")
 
     if rank >= first:
         until(marked(folder, f"join {rank}"), "it is its time")
