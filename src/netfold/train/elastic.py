@@ -26,9 +26,10 @@ from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import outliving_store
 from netfold.elastic import Members
 from netfold.elastic.members import STORE_VARIABLE
+from netfold.runs.metrics import read_metrics
 from netfold.torch.elastic import State, World
 from netfold.torch.elastic.world import agent_store
-from netfold.train.callbacks.events import Callback
+from netfold.train.callbacks.events import Callback, Event, Stepped
 from netfold.train.checkpoint.atomic import CHECKPOINTS, complete_checkpoints, step_of
 from netfold.train.checkpoint.recovery import Recovery
 from netfold.train.data.sampler import Prefetcher
@@ -57,6 +58,7 @@ class ElasticTrainer(Trainer):
     ) -> None:
         """callbacks: those of a rank; rank 0's are made again where rank 0 is lost. parts: as `Trainer`'s."""
         self._folder = folder
+        self._last_step: Stepped | None = None
         self._callbacks_of, self._place = callbacks, world.rank
         # The number of ranks changes.
         anywhere = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"data": None})})
@@ -107,9 +109,22 @@ class ElasticTrainer(Trainer):
                 self._callbacks = self._callbacks_of(world.rank)
                 if self._started:
                     self._announce()
+                    self._write_last_step()
             self._place = world.rank
         if world.last_change:
             self._note("warning", f"{world.last_change}; a step takes {self.batch} samples")
+
+    def _write_last_step(self) -> None:
+        """On a new rank 0: the former one may have been lost between a step's vote and its line in the metrics."""
+        if self.world.rank == 0 and self._folder is not None and self._last_step is not None:
+            written = max((line["step"] for line in read_metrics(self._folder).steps), default=0)
+            if self._last_step.step > written:
+                self._notify(self._last_step)
+
+    def _notify(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            self._last_step = event
+        super()._notify(event)
 
     # --- training ---
 

@@ -32,6 +32,8 @@ from netfold.train.recipe.errors import Source
 
 # How often the ranks' processes are looked at.
 _POLL_S = 0.05
+# A lost rank is replaced after this time, unless all ranks are lost within it: a new rank alone would find nobody.
+_ALL_LOST_S = 0.5
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
@@ -109,8 +111,14 @@ class _Ranks:
         """Wait until no rank is left; returns the job's exit status."""
         first, completes = "", False
         kill_at = math.inf
+        lost: dict[int, tuple[str, float]] = {}  # by rank: how it ended, and when it is replaced
         while self._processes:
             time.sleep(_POLL_S)
+            for rank, (how, replaced_at) in list(lost.items()):
+                if time.monotonic() > replaced_at:
+                    del lost[rank]
+                    if self._left and not completes and not self._signal and job_status() not in FINAL:
+                        self._replace(rank, how)
             if self._signal and kill_at == math.inf:
                 kill_at = time.monotonic() + self._recipe.fault_tolerance.grace_s + 5
             for rank, process in list(self._processes.items()):
@@ -126,13 +134,13 @@ class _Ranks:
                     continue
                 how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
                 first = first or f"rank {rank} failed first, it {how}"
-                if self._left and self._processes:
-                    self._replace(rank, how)
+                lost[rank] = how, time.monotonic() + _ALL_LOST_S
             if job_status() in FINAL and math.isinf(kill_at):
                 # A rank found that no rank can train. The other ranks find it, too, or wait for those that have.
                 kill_at = time.monotonic() + self._recipe.fault_tolerance.grace_s
             if not self._processes and not completes and not self._signal and job_status() not in FINAL and self._left:
                 self._left -= 1
+                lost.clear()
                 print("netfold train: no rank is left; all ranks start again", file=sys.stderr, flush=True)
                 self._start_all()
         return self._status(first, completes=completes)

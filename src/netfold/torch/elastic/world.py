@@ -413,7 +413,9 @@ class World:
         lost = "".join(f"; lost rank {each.rank} ({each.where}): {each.why}" for each in change.lost)
         joined = f"; {len(change.new)} joined" if change.new else ""
         policy = f"; {self.policy.describe(self.size, self._progress.first_size)}" if self.policy is not None else ""
-        self.last_change = f"generation {change.generation} has {change.size} ranks, from step {change.done}{lost}{joined}"
+        self.last_change = (
+            f"generation {change.generation} has {change.size} ranks, from step {change.done}{lost}{joined}"
+        )
         if self.rank == 0:
             log.log(self._level, "elastic: %s%s", self.last_change, policy)
 
