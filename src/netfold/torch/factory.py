@@ -211,6 +211,7 @@ def _backend(
     patch_split_group()
     patch_shrink_group()
     join_timeout_s = min(timeout.total_seconds(), _join_timeout_s())
+    generations: Generations | None
     if enable_reconfigure:
         _skip_netfold()
         generations = Generations.outside(options, join_timeout_s, store_host())

@@ -193,7 +193,7 @@ def _random_state() -> Callable[[], None]:
     """A function that sets the generators of random numbers to their states of now."""
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     # A process that has not begun to use its GPUs has drawn no numbers there.
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def restore() -> None:
         torch.set_rng_state(of_torch)

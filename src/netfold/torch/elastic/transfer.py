@@ -138,7 +138,8 @@ class Unpacking:
 
         class Unpickler(pickle.Unpickler):
             def persistent_load(self, number: Any) -> Tensor:
-                return tensors[number]
+                found: Tensor = tensors[number]
+                return found
 
         return Unpickler(io.BytesIO(self._body)).load()
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,7 +186,7 @@ class World:
         if not self._in_attempt:
             raise RuntimeError("netfold.elastic: a step of this state's optimizer outside of World.attempt()")
         if self._voted:
-            return self._result[1:].tolist()
+            return [float(each) for each in self._result[1:]]
         try:
             self._changes_next = self._all_vote(numbers)
         except Exception as error:
@@ -197,7 +198,7 @@ class World:
             self._pending = change
         self._voted = True
         self._collectives = self._submitted()
-        return self._result[1:].tolist()
+        return [float(each) for each in self._result[1:]]
 
     def _all_vote(self, numbers: Sequence[float]) -> bool:
         """Whether the generation changes after this step."""
@@ -371,7 +372,7 @@ class World:
         members = self.members
         self.rank, self.size, self.generation = members.rank, members.size, members.generation
         # The group is formed, so netfold needs no store.
-        store: Any = dist.PrefixStore(f"netfold elastic {self.generation}", dist.HashStore())
+        store: Any = PrefixStore(f"netfold elastic {self.generation}", HashStore())
         with default_group_of(members.communicator.generations):
             dist.init_process_group(
                 self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
@@ -468,4 +469,4 @@ def agent_store() -> TorchStore | None:
     if STORE_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TorchStore(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+    return TorchStore(TCPStore(host, port, is_master=False, wait_for_workers=False))
