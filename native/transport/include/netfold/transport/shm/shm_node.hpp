@@ -150,7 +150,9 @@ class ShmNode {
   PeerMemory* memory() const { return peer_memory_.get(); }
 
   // The lease of memory that another rank's post refers to: its tensors, mapped or read from its process. The lease is
-  // XX  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
+  // valid while that rank takes part. A rank begins a use before it touches such memory, and ends the use one chunk
+  // later. `leave` revokes the lease; the leaving rank returns its memory to the user only once no rank uses it. The two
+  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
   // `uses`, with a full fence between.
   //
   // False: the lease is revoked, and the memory must not be touched.
