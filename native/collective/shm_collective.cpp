@@ -56,12 +56,7 @@ void ShmCollective::check_peers(std::int64_t now_ns) {
 }
 
 bool ShmCollective::post() {
-  if (number_ > Node::kPosts) {
-    for (int position = 0; position < size_; ++position) {
-      const auto done = node_.segment(position).done.load(std::memory_order_acquire);
-      if (position != self_ && done + Node::kPosts < number_) return false;
-    }
-  }
+  if (!post_is_free()) return false;
   // Not in a small call, whose latency would grow.
   if (own_.rounds > 0) node_.fd_exchange().exchange();
   Node::Post& post = node_.post(self_, number_);
@@ -69,6 +64,26 @@ bool ShmCollective::post() {
   std::memcpy(post.announcement, &own_, sizeof own_);
   node_.publish(post.call, number_);
   posted_ = true;
+  // Of two ranks in different calls, a rank that reads the other's post reports that. A rank that waits for posts may
+  // sleep until the post of a third rank comes.
+  if (!reads_all_posts()) node_.ring_all_doorbells();
+  return true;
+}
+
+bool ShmCollective::post_is_free() {
+  if (node_.finished_by_all() + Node::kPosts >= number_) return true;
+  std::uint64_t finished = number_ - 1;
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_) finished = std::min(finished, node_.segment(position).done.load(std::memory_order_acquire));
+  }
+  node_.set_finished_by_all(finished);
+  return finished + Node::kPosts >= number_;
+}
+
+bool ShmCollective::reads_all_posts() const {
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_ && !needs_post(position)) return false;
+  }
   return true;
 }
 
@@ -85,6 +100,8 @@ bool ShmCollective::read_posts() {
     moved = true;
   }
   all_posts_read_ = all && !failure_;
+  // A rank that has posted this call has finished the call before.
+  if (all_posts_read_ && reads_all_posts()) node_.set_finished_by_all(number_ - 1);
   return moved || all_posts_read_;
 }
 
@@ -93,6 +110,12 @@ void ShmCollective::read_post(int position) {
   std::memcpy(&other, node_.post(position, number_).announcement, sizeof other);
   read_[index(position)] = true;
   compare(position);
+}
+
+void ShmCollective::await_posts() const {
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_ && !read_[index(position)]) node_.await(position);
+  }
 }
 
 void ShmCollective::check_posts() {
@@ -294,6 +317,14 @@ bool ShmCollective::awaited_may_wait() const {
 
 void ShmCollective::wait_for(WaitSet& set) const {
   for (const int rank : awaited()) mesh_.wait_for(rank, POLLRDHUP, set.fds);
+  for (int i = 1; i < size_; ++i) {
+    const int position = (self_ - i + size_) % size_;
+    if (!is_awaited(position)) continue;
+    node_.await(position);
+    // All awaited posts must come, in any order. With one post after the other, this rank wakes about log P times; with
+    // all at once, up to P times.
+    if (!all_posts_read_) break;
+  }
   wait_for_check(set);
 }
 

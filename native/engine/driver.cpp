@@ -226,6 +226,11 @@ void Group::wait_for(collective::WaitSet& set) {
     return;  // a failed group polls no algorithm
   }
   set.wake_at(close_ns_);
+  if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
+    node_->prepare_sleep();
+    for (const int doorbell : node_->doorbells()) set.add(doorbell, POLLIN);
+    set.look_again = true;
+  }
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
@@ -233,11 +238,6 @@ void Group::wait_for(collective::WaitSet& set) {
   }
   for_each_mesh([&](transport::Mesh& mesh) { mesh.wait_to_flush(set.fds); });
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
-  if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
-    node_->prepare_sleep();
-    for (const int doorbell : node_->doorbells()) set.add(doorbell, POLLIN);
-    set.look_again = true;
-  }
   transfers_.wait_for(set);
 }
 

@@ -56,9 +56,20 @@ void ShmNode::publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) 
 }
 
 void ShmNode::ring_doorbell() {
-  // Pairs with the fence of prepare_sleep: one of the two fences comes first. If this one does, the sleeper's last
-  // check, after its fence, sees the counter that was stored before this fence. Else `wake` below sees the sleeper's
-  // `asleep`.
+  // Pairs with the fence of await(position): one of the two fences comes first. If this one does, the sleeper's last
+  // check, after its fence, sees the counter that was stored before this fence. Else this rank sees the sleeper's bit.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int first = 0; first < size(); first += 64) {
+    std::atomic<std::uint64_t>& sleepers = own().sleepers[first / 64];
+    if (sleepers.load(std::memory_order_relaxed) == 0) continue;
+    for (std::uint64_t waking = sleepers.exchange(0); waking != 0; waking &= waking - 1) {
+      wake(first + std::countr_zero(waking));
+    }
+  }
+}
+
+void ShmNode::ring_all_doorbells() {
+  // Pairs with the fence of prepare_sleep.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int first = 0; first < size(); first += 64) {
     std::uint64_t sleeping = asleep(first).load(std::memory_order_relaxed);
@@ -82,8 +93,15 @@ void ShmNode::prepare_sleep() {
   for (int position = 0; position < size(); ++position) awaits(self_, position).store(0, std::memory_order_relaxed);
   sleep_prepared_ = true;
   asleep(self_).fetch_or(asleep_bit(self_), std::memory_order_relaxed);
-  // Pairs with the fence of ring_doorbell(): this rank's last check, after the fence, sees the published counter, or
-  // the publisher sees `asleep`.
+  // Pairs with the fence of ring_all_doorbells: this rank's last check, after the fence, sees what the ringing rank stored
+  // before, or that rank sees `asleep`.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void ShmNode::await(int position) {
+  // Stored after `asleep`, which `wake` reads after this bit.
+  segment(position).sleepers[self_ / 64].fetch_or(asleep_bit(self_));
+  // Pairs with the fence of ring_doorbell().
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
@@ -143,7 +161,7 @@ void ShmNode::leave(Left how, int fault_rank, const std::string& reason, std::ui
   segment.reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof segment.reason));
   std::memcpy(segment.reason, reason.data(), segment.reason_bytes);
   segment.left.store(how, std::memory_order_release);
-  ring_doorbell();
+  ring_all_doorbells();
 }
 
 }  // namespace netfold::transport

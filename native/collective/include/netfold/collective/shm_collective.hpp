@@ -56,6 +56,8 @@ class ShmCollective : public Algorithm {
   bool is_posted() const { return posted_; }
   // Compares the posts of this call that are there, for a call that does not wait for posts.
   void check_posts();
+  // The posts that are not there end the sleep.
+  void await_posts() const;
   // Checks whether the other ranks are still there; fills failure_. At most once a millisecond.
   void check_peers(std::int64_t now_ns);
   void wait_for_check(WaitSet& set) const;
@@ -138,6 +140,8 @@ class ShmCollective : public Algorithm {
 
   Reference reference(int position, std::size_t number) const;
   bool post();
+  bool post_is_free();
+  bool reads_all_posts() const;
   bool read_posts();
   void read_post(int position);
   void compare(int position);

@@ -1,9 +1,9 @@
 // The memory that the ranks of one node share, and the means to wake each rank.
 //
 // The memory is one memfd, which the lowest rank of the node makes. Every rank owns one segment of it. Only the owner
-// writes to a segment, so no location has two writers and no lock is needed. The exception is the flag of a sleeping
-// rank, a bit beside those of other ranks: the rank sets it, and a waking rank clears it. A rank writes values first,
-// then the counter that publishes them.
+// writes to a segment, so no location has two writers and no lock is needed. The exceptions are the bits of sleeping
+// ranks: a rank sets its bit in the header and in the segments of the ranks that shall wake it, and a waking rank clears
+// them. A rank writes values first, then the counter that publishes them.
 //
 //   post     a rank's announcement of one call, with the data where they are few; kPosts of them, used in turn
 //   stream   a ring of kSlots slots of kSlotBytes for long data; one stream for values that readers reduce, one for values
@@ -67,6 +67,8 @@ class ShmNode {
     std::uint32_t reason_bytes;
     char reason[1024];
     alignas(64) std::atomic<std::uint64_t> done;  // the last call that the owner has finished
+    // Bit p % 64 of word p / 64: the next publication of the owner wakes the rank at position p.
+    alignas(64) std::atomic<std::uint64_t> sleepers[kMaxSize / 64];
     Post posts[kPosts];
     struct alignas(64) Counter {
       std::atomic<std::uint64_t> tag;
@@ -120,17 +122,24 @@ class ShmNode {
 
   // Calls are counted from 1; every rank of the node makes the same calls.
   std::uint64_t next_call() { return ++calls_; }
+  // A call that all ranks of the node are known to have finished.
+  std::uint64_t finished_by_all() const { return finished_by_all_; }
+  void set_finished_by_all(std::uint64_t call) { finished_by_all_ = call; }
   // The last call in which this rank wrote to its streams. Its slots are free once the others have finished that call.
   std::uint64_t last_stream_call() const { return last_stream_call_; }
   void set_last_stream_call(std::uint64_t call) { last_stream_call_ = call; }
 
-  // Makes earlier writes visible, sets the counter and wakes the other ranks that sleep.
+  // Makes earlier writes visible, sets the counter and wakes the ranks that sleep and await this rank.
   void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value);
   void ring_doorbell();
+  // Wakes every rank that sleeps.
+  void ring_all_doorbells();
   // Wakes one rank, only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between the two ranks.
   void ring_doorbell(int position, short event);
   // Announces that this rank will sleep until one of `doorbells` is readable. Check once more for events afterwards.
   void prepare_sleep();
+  // After prepare_sleep: wake once that rank publishes anything. Check once more for it after this call.
+  void await(int position);
   // After prepare_sleep: wake also for `events` of the ring to that rank. Check once more for events after this call.
   void await(int position, short events);
   // Ends the sleep, or gives it up, for any reason.
@@ -225,6 +234,7 @@ class ShmNode {
   bool sleep_prepared_ = false;
   unsigned sleeps_without_ring_ = 0;
   std::uint64_t calls_ = 0;
+  std::uint64_t finished_by_all_ = 0;
   std::uint64_t last_stream_call_ = 0;
 };
 
