@@ -359,17 +359,21 @@ class _ConnectionManager:
     def _run(self) -> None:
         while not self._stopping:
             event = engine.next_async_event(_IDLE_NS)
-            if event is None:
-                continue
-            is_broken, group, ranks, lane, rail, sequence, waited_s = event
-            with self._lock:
-                monitor = self._monitors.get(group)
-            if monitor is None:
-                continue
-            if is_broken:
-                self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
-            else:
-                self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))
+            if event is not None:
+                self._handle(*event)
+
+    # A method, so that the thread keeps no group alive while it sleeps.
+    def _handle(
+        self, is_broken: bool, group: int, ranks: list[int], lane: int, rail: int, sequence: int, waited_s: float
+    ) -> None:
+        with self._lock:
+            monitor = self._monitors.get(group)
+        if monitor is None:
+            return
+        if is_broken:
+            self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
+        else:
+            self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))
 
     def stop(self) -> None:
         """At the end of the process: no thread may return from native code after the interpreter is gone."""
