@@ -106,7 +106,7 @@ conformance: build ## PyTorch's own suite over gloo and over netfold; rewrites b
 # PARTS=tests,products,probe leaves out PyTorch's own suite, which takes as long as the others together.
 test-torch: build ## test netfold with another torch (TORCH=2.15.0, or several in quotes); adds a row to bench/results/torch_versions.md
 	@test -n "$(TORCH)" || { echo 'which torch? make test-torch TORCH=2.15.0' >&2; exit 2; }
-	@$(PY) tools/test_torch.py $(TORCH) $(if $(PARTS),--parts $(PARTS)) $(if $(KEEP),--keep)
+	@$(PY) tools/test_torch.py $(TORCH) $(if $(PARTS),--parts $(PARTS)) $(if $(TORCH_TESTS),--torch-tests $(TORCH_TESTS)) $(if $(KEEP),--keep)
 
 UV_COMPILE := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
   --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
@@ -167,6 +167,9 @@ bench: build ## measure against gloo and the MPIs of bench-peers; rewrites bench
 scale: build ## measure 128 to 1,024 ranks on this machine; rewrites bench/results/scale.md (SCALE='--ranks 32,64 --hosts 1'; root for several hosts)
 	@$(PY) bench/scale.py $(SCALE)
 
+simulate-scale: build ## 10,000 and 60,000 ranks by simulation; rewrites bench/results/simulated_scale.md (no root, some minutes)
+	@$(PY) bench/simulate_scale.py $(SCALE)
+
 .venv-wheels/.tools: packaging/requirements.txt tools/pip-install
 	@echo "installing zig, auditwheel and the SBOM tool into .venv-wheels (once)"
 	@PYTHON=$(PYTHON) tools/pip-install .venv-wheels --no-deps --require-hashes -r packaging/requirements.txt
@@ -190,4 +193,4 @@ sbom: .venv-wheels/.tools ## dist/netfold-VERSION.cdx.json: what an installed wh
 clean: ## remove everything that was built
 	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize build-tsan dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build docs chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize leaks tsan model-check bench-peers bench scale clean
+.PHONY: help build docs chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize leaks tsan model-check bench-peers bench scale simulate-scale clean

@@ -1,4 +1,4 @@
-"""Large reductions on one host by address, beside the same through slots:
+"""Large reductions and broadcasts on one host by address, beside the same through slots:
 
     .venv/bin/python bench/by_address.py
 
@@ -18,20 +18,30 @@ from driver import Place, Rank, cell, take_turns
 
 SIDES = ("on", "off")  # NETFOLD_SINGLE_COPY
 MB = 1 << 20
-CASES = (("all_reduce", 1), ("all_reduce", 4), ("all_reduce", 64), ("reduce_scatter", 64))
+CASES = (
+    ("all_reduce", 1),
+    ("all_reduce", 4),
+    ("all_reduce", 64),
+    ("reduce_scatter", 64),
+    ("broadcast", 4),
+    ("broadcast", 64),
+)
 
 
 def serve(me: Rank) -> None:
     groups = {side: me.communicator(side, single_copy=side) for side in SIDES}
-    due = me.size * (me.size + 1) // 2
 
     def run(side: str, operation: str, size_mb: int, calls: int) -> list[tuple[float, float]]:
         group = groups[side]
         values = np.empty(size_mb * MB // 4, np.float32)
-        result = values if operation == "all_reduce" else values[: len(values) // me.size].copy()
+        result, due = values, me.size * (me.size + 1) // 2
         call: Callable[[], Any] = lambda: group.all_reduce(values)
         if operation == "reduce_scatter":
+            result = values[: len(values) // me.size].copy()
             call = lambda: group.reduce_scatter(values, result)
+        if operation == "broadcast":
+            due = 1
+            call = lambda: group.broadcast(values)
         found = []
         for _ in range(calls):
             values.fill(me.rank + 1)
@@ -52,7 +62,7 @@ def a_round(answers: list[list[tuple[float, float]]]) -> Any:
 
 
 def by_address(rounds: int = 10, launches: int = 3, ranks: str = "2,4,8") -> str:
-    """Large reductions by address."""
+    """Large reductions and broadcasts by address."""
     rows = []
     for size in map(int, ranks.split(",")):
         ratios: dict[tuple[str, int], list[Any]] = {case: [] for case in CASES}

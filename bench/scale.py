@@ -38,7 +38,6 @@ from netfold import Communicator
 from netfold.bench.machine import spoken
 from netfold.bench.ranks import BenchError
 from netfold.bench.spread import interleave, paired_ratios
-from netfold.bootstrap.store import PrefixStore
 from netfold.bootstrap.tcp_store import TcpStore
 from netfold.rack import RackError
 
@@ -95,19 +94,21 @@ class Netfold:
     def start(self) -> float:
         self._store = self._connect()
         connected = time.monotonic()
-        self.new_group()
-        return connected
-
-    def new_group(self) -> None:
         self._groups.append(
             Communicator(
-                PrefixStore(self._store, f"{len(self._groups)}/"),
+                self._store,
                 *self._place,
                 timeout_s=self._deadline_s,
                 join_timeout_s=self._deadline_s,
                 store_host=self._host,
             )
         )
+        return connected
+
+    def new_group(self) -> None:
+        group = self._groups[0].split(0)
+        assert group is not None
+        self._groups.append(group)
 
     def all_reduce(self, group: int, array: np.ndarray[Any, Any]) -> None:
         self._groups[group].all_reduce(array)
@@ -446,7 +447,8 @@ def page(found: Mapping[int, Found], calls: int) -> str:
     parts = [
         f"""Start-up: from the order that all waiting ranks get, until the last one has its group; a rank's own time
 begins with the same order. The store: until the last rank is connected to rank 0's store, whose server starts with
-the same order. A new group: of all ranks, over the same store, while the first lives. An all_reduce's time is the
+the same order. A new group: of all ranks, while the first lives
+(netfold: `split`; gloo: `new_group`). An all_reduce's time is the
 slowest rank's: the first one in a group; the median of {calls} of {SMALL} B and of {LARGE_CALLS} of 1 MB of f32, every
 element checked. The end: from the order to close until the last process has ended. Of several launches: their median,
 5% .. 95%.""",

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Test netfold with other versions of torch, each in an environment of its own: `make test-torch TORCH=2.15.0`.
 
-    python tools/test_torch.py VERSION [VERSION ...] [--parts tests,products,conformance,probe] [--keep]
+    python tools/test_torch.py VERSION [VERSION ...] [--parts tests,products,conformance,probe] [--torch-tests FOLDER]
+        [--keep]
 
 One wheel, built once by the Python of .venv, serves every version. For each version: make .venv-torch-VERSION, install
 torch and the wheel, run the parts, write the version's row to bench/results/torch_versions.md, remove the environment.
@@ -11,6 +12,8 @@ Parts:
 - tests        pytest over tests/torch;
 - products     the demo, a benchmark, a profiled run, a recipe, an explanation: each ends with status 0;
 - conformance  PyTorch's own suite on 2 and 3 ranks over gloo and netfold: everything that gloo passes must pass;
+               with --torch-tests (test/distributed of PyTorch's repository at that version, which the wheel lacks) also
+               the tests of reconfigure (tests/conformance/fault_tolerance.py);
 - probe        tests/torch/probe.py over both: the same, but for what tests/torch/probe_explained.py explains.
 
 Exit code: 0 where every part of every version is good; 1 where not; 3 where the disk lacks room or pip finds no such
@@ -54,7 +57,8 @@ HEAD = """\
 runs in it: `tests/torch`; the products (demo, benchmark, profiled run, recipe, explanation); PyTorch's own suite on
 2 and 3 ranks, over gloo and over netfold; and `tests/torch/probe.py`, which tries what torch.distributed offers. Lost:
 what gloo passes and netfold does not, without an explanation (`EXPLAINED` in `tests/conformance/__main__.py`,
-`tests/torch/probe_explained.py`). A part that was not run is "-".
+`tests/torch/probe_explained.py`). Reconfigure: passed, failed and skipped of PyTorch's own tests of it, which the wheel
+lacks (`TORCH_TESTS=FOLDER`). A part that was not run is "-".
 
 | torch | tests/torch: passed, failed, skipped | products | suite: gloo, netfold, lost \
 | probe: gloo, netfold, lost, absent | minutes | machine | commit |
@@ -241,6 +245,21 @@ def conformance(environment: Environment, row: Row) -> None:
     row.good &= status == 0
 
 
+def fault_tolerance(environment: Environment, row: Row, torch_tests: Path) -> None:
+    file = torch_tests / "test_c10d_fault_tolerance.py"
+    status = environment.run("fault_tolerance", ["tests/conformance/fault_tolerance.py", str(file)])
+    said = (environment.logs / "fault_tolerance.log").read_text()
+    run = re.search(r"^Ran (\d+) tests", said, re.MULTILINE)
+    count = {
+        name: int(number)
+        for name, number in re.findall(r"(failures|errors|skipped)=(\d+)", said.rstrip().splitlines()[-1])
+    }
+    failed, skipped = count.get("failures", 0) + count.get("errors", 0), count.get("skipped", 0)
+    found = f"{int(run[1]) - failed - skipped}, {failed}, {skipped}" if run else f"ended with status {status}"
+    row.cells["conformance"] = "; ".join(filter(None, (row.cells.get("conformance"), f"reconfigure: {found}")))
+    row.good &= status == 0
+
+
 def probe(environment: Environment, row: Row) -> None:
     report = environment.logs / "probe.json"
     command = ["tests/torch/probe.py", "netfold", "--against", "gloo", "--deadline-factor", "4", "--json", str(report)]
@@ -285,7 +304,9 @@ def why_not(version: str) -> str | None:
     return None
 
 
-def test_version(version: str, wheel: Path, built_of: str, parts: list[str], keep: bool) -> bool:
+def test_version(
+    version: str, wheel: Path, built_of: str, parts: list[str], torch_tests: Path | None, keep: bool
+) -> bool:
     began = time.monotonic()
     environment = Environment(version)
     row = Row(version, built_of)
@@ -297,6 +318,8 @@ def test_version(version: str, wheel: Path, built_of: str, parts: list[str], kee
         for part in parts:
             since = time.monotonic()
             {"tests": tests, "products": products, "conformance": conformance, "probe": probe}[part](environment, row)
+            if part == "conformance" and torch_tests is not None:
+                fault_tolerance(environment, row, torch_tests)
             say(f"torch {version}, {part}: {row.cells[part]} ({(time.monotonic() - since) / 60:.1f} min)")
         write(row, (time.monotonic() - began) / 60)
     finally:
@@ -310,6 +333,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="of torch, such as 2.15.0")
     parser.add_argument("--parts", default=",".join(PARTS), help="by commas")
+    parser.add_argument("--torch-tests", type=Path, metavar="FOLDER", help="test/distributed of PyTorch's repository")
     parser.add_argument("--keep", action="store_true", help="leave the environments behind")
     parser.add_argument("--why-not", action="store_true", help="run nothing; say why a version cannot be tested here")
     asked = parser.parse_intermixed_args()
@@ -328,7 +352,7 @@ def main() -> int:
         return 0
     built_of = commit()
     wheel = build_wheel(ROOT / ".torch-logs" / "wheel.log")
-    good = [test_version(version, wheel, built_of, parts, asked.keep) for version in asked.versions]
+    good = [test_version(version, wheel, built_of, parts, asked.torch_tests, asked.keep) for version in asked.versions]
     return 0 if all(good) else 1
 
 

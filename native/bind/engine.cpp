@@ -72,13 +72,14 @@ std::string probe(PeerMemory& self, int position, int pid, std::uintptr_t addres
   return result == PeerMemory::ProbeResult::another ? "another process has its number here" : "";
 }
 
-// See AsyncEvent: whether the kind is `broken`, then the fields, with the wait in seconds.
-using PythonEvent = std::tuple<bool, std::uint64_t, std::vector<int>, int, int, std::uint32_t, double>;
+// See AsyncEvent: the kind and the fields, with the wait in seconds.
+using PythonEvent = std::tuple<const char*, std::uint64_t, std::vector<int>, int, int, std::uint32_t, double>;
 
 std::optional<PythonEvent> next_async_event(std::int64_t timeout_ns) {
   const auto event = Engine::instance().async_events.pop(timeout_ns);
   if (!event) return std::nullopt;
-  return PythonEvent(event->kind == engine::AsyncEvent::Kind::broken, event->group, event->ranks, event->lane,
+  static constexpr const char* kKinds[] = {"unused", "broken", "overdue"};
+  return PythonEvent(kKinds[static_cast<std::size_t>(event->kind)], event->group, event->ranks, event->lane,
                      event->rail, event->sequence, static_cast<double>(event->waited_ns) / 1e9);
 }
 
@@ -119,6 +120,12 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("address", [](const PeerMemory& self) { return std::uintptr_t(&self.mark()); })
       .def_prop_ro("bytes_read", &PeerMemory::bytes_read)
       .def_prop_ro("mark", [](const PeerMemory& self) { return nb::bytes(self.mark().data(), self.mark().size()); })
+      .def(
+          "select",
+          [](const PeerMemory& self, const std::vector<int>& positions) {
+            return std::make_shared<PeerMemory>(self, positions);
+          },
+          "positions"_a, "For a node of the ranks at these positions, which were all probed.")
       .def("probe", &probe, "position"_a, "pid"_a, "address"_a, "mark"_a,
            "Why the mark of the rank at `position` cannot be read; empty: it can.");
 
@@ -141,8 +148,7 @@ void bind_engine(nb::module_& m) {
       Release());
   e.def("interrupt_completions", [] { Engine::instance().completions.interrupt(); });
   e.def("next_async_event", &next_async_event, "timeout_ns"_a, Release(),
-        "(whether a connection broke, else an operation is overdue; group id; ranks; lane; rail; sequence; seconds "
-        "waited)");
+        "(unused, broken or overdue; group id; ranks; lane; rail; sequence; seconds waited), see AsyncEvent.");
   e.def("interrupt_async_events", [] { Engine::instance().async_events.interrupt(); });
 
   nb::class_<ComputeSampler>(e, "ComputeSampler", "Samples how much one thread computes; at most one in a process.")

@@ -48,29 +48,35 @@ std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Securi
 std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& resumable,
                                            std::uint64_t group, int lane, const Secrets& secrets,
                                            auth::Security security, const nb::list& fabric) {
-  std::vector<std::unique_ptr<transport::Pipe>> pipes;
-  for (std::size_t peer = 0; peer < fds.size(); ++peer) {
-    const auto on_broken = [group, lane, peer](int rail) {
-      Engine::instance().async_events.push({.kind = engine::AsyncEvent::Kind::broken,
-                                            .group = group,
-                                            .ranks = {static_cast<int>(peer)},
-                                            .lane = lane,
-                                            .rail = rail});
+  const auto make = [=](int peer, const std::vector<int>& sockets, const std::vector<auth::StreamSecrets>& of_sockets) {
+    const auto on_broken = [=](int rail, bool is_first) {
+      using Kind = engine::AsyncEvent::Kind;
+      const Kind kind = is_first ? Kind::unused : Kind::broken;
+      Engine::instance().async_events.push({.kind = kind, .group = group, .ranks = {peer}, .lane = lane, .rail = rail});
     };
-    std::unique_ptr<transport::Pipe> pipe;
-    if (!fds[peer].empty()) {
-      pipe = std::make_unique<transport::TcpPipe>(
-          owned(fds[peer]), secrets_to(secrets, security, lane, peer, fds[peer]), resumable[peer], on_broken);
+    return std::make_unique<transport::TcpPipe>(owned(sockets), of_sockets, resumable[static_cast<std::size_t>(peer)],
+                                                on_broken);
+  };
+  std::vector<std::unique_ptr<transport::Pipe>> pipes(fds.size());
+  std::size_t rails = 1;
+  for (std::size_t peer = 0; peer < fds.size(); ++peer) {
+    if (fds[peer].empty()) continue;
+    rails = fds[peer].size();
+    const bool is_unused = std::ranges::all_of(fds[peer], [](int fd) { return fd < 0; });
+    if (is_unused && nb::len(fabric) == 0) continue;
+    auto pipe = make(static_cast<int>(peer), fds[peer], secrets_to(secrets, security, lane, peer, fds[peer]));
+    if (nb::len(fabric) == 0) {
+      pipes[peer] = std::move(pipe);
+      continue;
     }
-    if (pipe != nullptr && nb::len(fabric) > 0) {
-      auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
-      if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
-      stream->watch(std::move(pipe));
-      pipe = std::move(stream);
-    }
-    pipes.push_back(std::move(pipe));
+    auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
+    if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
+    stream->watch(std::move(pipe));
+    pipes[peer] = std::move(stream);
   }
-  return std::make_unique<transport::Mesh>(rank, std::move(pipes));
+  return std::make_unique<transport::Mesh>(rank, std::move(pipes), [=](int peer) {
+    return make(peer, std::vector<int>(rails, -1), {rails, {.security = security}});
+  });
 }
 
 // (operation, min_bytes, algorithm, wire format, algorithm between hosts), see collective::Choice.
@@ -147,6 +153,16 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce,
   return operation;
 }
 
+std::shared_ptr<Operation> submit_message(Group& group, int peer, int tag, const Region& region, bool sends) {
+  collective::Call call;
+  call.kind = sends ? collective::Kind::send : collective::Kind::receive;
+  call.root = peer;
+  call.tag = tag;
+  call.is_internal = true;
+  (sends ? call.inputs : call.outputs) = buffers({region});
+  return without_gil([&] { return group.submit(std::move(call), -1, false, nullptr); });
+}
+
 // The dtype of a PEP 3118 format; nullopt: elements that cannot be reduced as they are.
 std::optional<DType> dtype_of(const char* format) {
   static constexpr std::string_view kFormats = "fdebhilqBHILQ";
@@ -198,6 +214,13 @@ bool reconnect(Group& self, int lane, int peer, int rail, int reconnects, int fd
   return self.reconnect(lane, peer, rail, reconnects, std::move(socket), peer_received, stream_secrets);
 }
 
+void connect_unused(Group& self, int lane, int peer, int rail, int fd, const PythonSecrets& secrets) {
+  transport::Fd socket(fd);
+  const auto stream_secrets = secrets_of(secrets);
+  nb::gil_scoped_release release;
+  self.connect(lane, peer, rail, std::move(socket), stream_secrets);
+}
+
 }  // namespace
 
 void bind_group(nb::module_& e) {
@@ -235,6 +258,12 @@ void bind_group(nb::module_& e) {
           "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
       .def("submit", &submit, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
            "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
+      .def("submit_message", &submit_message, "peer"_a, "tag"_a, "region"_a, "sends"_a,
+           "Send or receive bytes for netfold itself: no deadline, no record, and any tag, negative ones apart from "
+           "those "
+           "of the program.")
+      .def("withdraw", &Group::withdraw, "receive"_a, Release(),
+           "Take back a receive of `submit_message`. False: its message has begun to arrive, or it is done.")
       .def("all_reduce_here", &all_reduce_here, "array"_a, "reduce"_a, "average"_a, "timeout_ns"_a,
            "A blocking all_reduce in place, in one call from Python instead of a dozen. None: done. An Operation: it "
            "failed. NotImplemented: `array` does not fit, and nothing was done.")
@@ -279,6 +308,21 @@ void bind_group(nb::module_& e) {
            "Continue a broken connection that was reconnected `reconnects` times over `fd`, from the bytes that the "
            "peer "
            "has received; the group owns `fd`. False: the connection cannot be continued.")
+      .def(
+          "idle_connections",
+          [](Group& self) {
+            const auto idle = without_gil([&] { return self.idle_connections(); });
+            std::vector<std::tuple<double, int, int, int>> found;
+            for (const auto& each : idle) {
+              found.emplace_back(static_cast<double>(each.since_ns) / 1e9, each.lane, each.peer, each.rail);
+            }
+            return found;
+          },
+          "(moment of the last byte, lane, peer, rail) of connections that may be closed until they are used again, "
+          "the "
+          "longest idle first; by the clock of time.monotonic.")
+      .def("connect", &connect_unused, "lane"_a, "peer"_a, "rail"_a, "fd"_a, "secrets"_a.none() = nb::none(),
+           "Give a connection that was never made its socket, which the group owns. Does not wait for the driver.")
       .def("give_up", &Group::give_up, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "why"_a, Release(),
            "Declare a broken connection that was reconnected `reconnects` times lost.")
       .def_prop_ro("collectives_submitted", &Group::collectives_submitted,

@@ -22,6 +22,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 NB_MODULE(_native, m) {
   m.doc() = "The native layer of netfold. Not a public interface: use netfold, netfold.torch or the netfold command.";
+  m.attr("VERSION") = NETFOLD_VERSION;
   // Daemon threads of an ending interpreter hold groups: nobody could act on such a warning.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate);  // registered first, so asked last

@@ -55,9 +55,7 @@ std::vector<Buffer> consecutive(std::byte* memory, std::span<const std::uint64_t
 
 class Hierarchical final : public CallSequence {
  public:
-  // `paths.nodes` gives each rank's host.
-  Hierarchical(const Call& call, const Paths& paths)
-      : call_(call), paths_(paths), hosts_(paths.nodes, paths.mesh.rank()) {
+  Hierarchical(const Call& call, const Paths& paths) : call_(call), paths_(paths), hosts_(*paths.hosts) {
     for (std::size_t host = 0; host < hosts_.size(); ++host) team_.push_back(hosts_.ranks(host).front());
     plan();
   }
@@ -390,7 +388,7 @@ class Hierarchical final : public CallSequence {
 
   const Call& call_;
   const Paths paths_;
-  const HostMap hosts_;
+  const HostMap& hosts_;
   std::vector<int> team_;  // the ranks that exchange between hosts, by host
   std::unique_ptr<std::byte[]> scratch_;
   // Of the blocks of a gather or scatter: this host's, or all at the root of a scatter, by host.
@@ -400,6 +398,10 @@ class Hierarchical final : public CallSequence {
 };
 
 }  // namespace
+
+std::shared_ptr<const HostMap> make_host_map(std::span<const int> nodes, int rank) {
+  return std::make_shared<HostMap>(nodes, rank);
+}
 
 std::unique_ptr<Algorithm> make_hierarchical(const Call& call, const Paths& paths, Team) {
   return std::make_unique<Hierarchical>(call, paths);

@@ -14,26 +14,25 @@ namespace netfold::collective {
 class HostMap {
  public:
   // `nodes`: the host of each rank, by any number. Hosts are numbered by their first ranks. `rank`: this one.
-  HostMap(std::span<const int> nodes, int rank) : rank_(rank) {
+  HostMap(std::span<const int> nodes, int rank) : rank_(rank), host_of_(nodes.size()) {
     std::map<int, std::size_t> numbers;
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       const auto [entry, is_new] = numbers.try_emplace(nodes[i], ranks_.size());
       if (is_new) ranks_.emplace_back();
       ranks_[entry->second].push_back(static_cast<int>(i));
+      host_of_[i] = entry->second;
     }
     own_ = host_of(rank);
+    own_position_ = position(rank);
   }
 
   std::size_t size() const { return ranks_.size(); }
-  std::size_t own() const { return own_; }                  // the number of this rank's host
-  std::size_t position() const { return position(rank_); }  // of this rank on its host
+  std::size_t own() const { return own_; }                // the number of this rank's host
+  std::size_t position() const { return own_position_; }  // of this rank on its host
   // Ranks of a host, ascending.
   const std::vector<int>& ranks(std::size_t host) const { return ranks_[host]; }
   const std::vector<int>& own_ranks() const { return ranks_[own_]; }
-  std::size_t host_of(int rank) const {
-    const auto has_rank = [&](const std::vector<int>& host) { return std::ranges::find(host, rank) != host.end(); };
-    return static_cast<std::size_t>(std::ranges::find_if(ranks_, has_rank) - ranks_.begin());
-  }
+  std::size_t host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
 
   // Takes a rank of this host.
   std::size_t position(int rank) const {
@@ -88,7 +87,9 @@ class HostMap {
  private:
   std::vector<std::vector<int>> ranks_;
   int rank_;
+  std::vector<std::size_t> host_of_;
   std::size_t own_;
+  std::size_t own_position_;
 };
 
 }  // namespace netfold::collective

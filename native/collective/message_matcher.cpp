@@ -23,6 +23,14 @@ std::optional<MessageMatcher::Receive> MessageMatcher::take_posted(int source, i
   return receive;
 }
 
+bool MessageMatcher::withdraw(int source, int tag, Ticket ticket) {
+  const auto found = posted_.find({tag, source});
+  if (found == posted_.end()) return false;
+  if (std::erase_if(found->second, [&](const Receive& each) { return each.ticket == ticket; }) == 0) return false;
+  if (found->second.empty()) posted_.erase(found);
+  return true;
+}
+
 MessageMatcher::Ticket MessageMatcher::posted_from(int source) const {
   for (const auto& [key, queue] : posted_) {
     if (key.second == source) return queue.front().ticket;

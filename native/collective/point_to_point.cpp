@@ -23,16 +23,29 @@ std::string size_text(std::uint64_t bytes, std::uint8_t dtype) {
 }  // namespace
 
 PointToPoint::PointToPoint(std::unique_ptr<transport::Mesh> lane)
-    : lane_(std::move(lane)), peers_(static_cast<std::size_t>(lane_->size())) {}
+    : lane_(std::move(lane)), peers_(static_cast<std::size_t>(lane_->size())), in_memory_(peers_.size()) {}
 
 void PointToPoint::share(transport::ShmNode& node) {
+  std::vector<int> positions(peers_.size(), -1);
   for (int position = 0; position < node.size(); ++position) {
     if (position == node.self()) continue;
-    const int rank = node.rank(position);
-    auto connection = lane_->exchange(rank, nullptr);
-    lane_->exchange(rank, std::make_unique<transport::ShmPipe>(node, position, std::move(connection)));
-    at(rank).in_memory = true;
+    const auto rank = static_cast<std::size_t>(node.rank(position));
+    positions[rank] = position;
+    in_memory_[rank] = true;
   }
+  lane_->wrap([&node, positions = std::move(positions)](
+                  int rank, std::unique_ptr<transport::Pipe> pipe) -> std::unique_ptr<transport::Pipe> {
+    const int position = positions[static_cast<std::size_t>(rank)];
+    if (position < 0) return pipe;
+    return std::make_unique<transport::ShmPipe>(node, position, std::move(pipe));
+  });
+}
+
+PointToPoint::Peer& PointToPoint::at(int peer) {
+  auto& state = peers_[static_cast<std::size_t>(peer)];
+  if (state == nullptr) state = std::make_unique<Peer>();
+  if (!std::exchange(state->is_busy, true)) busy_.push_back(peer);
+  return *state;
 }
 
 // --- this rank's calls -----------------------------------------------------------------------------------------------
@@ -89,6 +102,12 @@ void PointToPoint::post_receive(Ticket ticket, const Call& call) {
   }
   if (call.root != kAnySource) ++at(call.root).outstanding;
   matcher_.post(std::move(receive));
+}
+
+bool PointToPoint::withdraw(Ticket ticket, const Call& call) {
+  if (!matcher_.withdraw(call.root, call.tag, ticket)) return false;
+  --at(call.root).outstanding;
+  return true;
 }
 
 void PointToPoint::receive_kept(int source, Message& message, Receive receive) {
@@ -283,8 +302,10 @@ void PointToPoint::abort(const Failure& failure) {
   const iovec parts[2] = {{&header, sizeof header},
                           {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   for (int rank = 0; rank < lane_->size(); ++rank) {
-    const Peer& peer = at(rank);
-    if (lane_->was_connected(rank) && !peer.failure && peer.written == 0) lane_->send(rank, parts);
+    const auto index = static_cast<std::size_t>(rank);
+    if (!in_memory_[index] && !lane_->was_connected(rank)) continue;
+    const Peer* peer = peers_[index].get();
+    if (peer == nullptr || (!peer->failure && peer->written == 0)) lane_->send(rank, parts);
   }
 }
 

@@ -23,12 +23,26 @@ std::uint64_t PointToPoint::name_of(std::uint64_t message, std::size_t begin) {
 
 Progress PointToPoint::poll() {
   bool moved = !done_.empty();
-  for (int rank = 0; rank < lane_->size() && !fault_; ++rank) {
-    if (rank == lane_->rank()) continue;
+  if (matcher_.has_any_source()) {
+    for (int rank = 0; rank < lane_->size(); ++rank) {
+      if (rank != lane_->rank()) at(rank);
+    }
+  }
+  for (std::size_t i = 0; i < busy_.size() && !fault_;) {
+    const int rank = busy_[i];
     moved |= write(rank);
-    if (at(rank).outstanding == 0 && !matcher_.has_any_source()) continue;
-    moved |= read(rank);
-    moved |= write(rank);  // answers to what was read
+    if (at(rank).outstanding > 0 || matcher_.has_any_source()) {
+      moved |= read(rank);
+      moved |= write(rank);  // answers to what was read
+    }
+    Peer& peer = at(rank);
+    if (peer.has_work() || matcher_.has_any_source()) {
+      ++i;
+    } else {
+      peer.is_busy = false;
+      busy_[i] = busy_.back();
+      busy_.pop_back();
+    }
   }
   if (!fault_) fail_for_lost_peers();
   if (fault_) return Progress::failed;
@@ -98,6 +112,7 @@ bool PointToPoint::write(int to) {
       return moved;
     }
     moved |= io.bytes > 0;
+    if (io.bytes > 0) peer.waits_since_ns = 0;
     peer.written += io.bytes;
     peer.sent_bytes += io.bytes;
     if (peer.written < kHeaderBytes + frame.bytes) break;
@@ -161,6 +176,7 @@ bool PointToPoint::read(int from) {
     }
     if (io.bytes == 0) break;
     moved = true;
+    peer.waits_since_ns = 0;
     const std::size_t placed = std::min(direct, io.bytes);
     input.into += placed;
     input.left -= placed;
@@ -198,25 +214,34 @@ void PointToPoint::consume(int from) {
 }
 
 void PointToPoint::wait_for(WaitSet& set) const {
-  for (int rank = 0; rank < lane_->size(); ++rank) {
+  for (const int rank : busy_) {
     const Peer& peer = at(rank);
-    if (rank == lane_->rank() || peer.failure) continue;  // a closed connection is always readable
+    if (peer.failure) continue;  // a closed connection is always readable
     const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
     const bool reads = peer.outstanding > 0 || matcher_.has_any_source();
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
     if (events != 0 || !peer.in_flight.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
+    if (events == 0 || !in_memory_[static_cast<std::size_t>(rank)] || lane_->was_connected(rank)) continue;
+    const std::int64_t now = transport::now_ns();
+    if (peer.waits_since_ns == 0) peer.waits_since_ns = now;
+    if (now >= peer.waits_since_ns + kConnectNs) {
+      lane_->hung_up(rank);  // makes the connection
+    } else {
+      set.wake_at(peer.waits_since_ns + kConnectNs);
+    }
   }
 }
 
 bool PointToPoint::waits_for_memory() const {
-  return std::any_of(peers_.begin(), peers_.end(), [this](const Peer& peer) {
-    return peer.in_memory && (peer.outstanding > 0 || matcher_.has_any_source());
+  return std::ranges::any_of(busy_, [this](int rank) {
+    return in_memory_[static_cast<std::size_t>(rank)] && (at(rank).outstanding > 0 || matcher_.has_any_source());
   });
 }
 
 bool PointToPoint::unconfirmed() const {
   for (int rank = 0; rank < lane_->size(); ++rank) {
-    if (rank != lane_->rank() && !at(rank).failure && lane_->unconfirmed(rank) > 0) return true;
+    const Peer* peer = peers_[static_cast<std::size_t>(rank)].get();
+    if (peer != nullptr && !peer->failure && lane_->unconfirmed(rank) > 0) return true;
   }
   return false;
 }
@@ -228,8 +253,7 @@ void PointToPoint::lose(int peer, const transport::Mesh::Io& io) {
 void PointToPoint::fail_for_lost_peers() {
   bool all_gone = true;
   const Failure* lost = nullptr;
-  for (int rank = 0; rank < lane_->size(); ++rank) {
-    if (rank == lane_->rank()) continue;
+  for (const int rank : busy_) {
     const Peer& peer = at(rank);
     all_gone &= static_cast<bool>(peer.failure);
     if (!peer.failure) continue;

@@ -72,7 +72,7 @@ void validate(const Call& call, int rank, int ranks) {
             peer + " is not a rank of this group of " + std::to_string(ranks));
     require(!is_root, call, peer + " is this rank itself; copy the tensor instead");
     require(ranks > 1, call, "this group has no other rank");
-    require(call.tag >= 0, call, "tag " + std::to_string(call.tag) + " is negative");
+    require(call.tag >= 0 || call.is_internal, call, "tag " + std::to_string(call.tag) + " is negative");
     require((sends ? call.inputs : call.outputs).size() == 1, call, "takes one tensor");
     return;
   }

@@ -35,6 +35,7 @@ class ShmCallCheck final : public ShmCollective {
   void wait_for(WaitSet& set) const override {
     if (!is_posted()) return ShmCollective::wait_for(set);
     algorithm_->wait_for(set);
+    await_posts();
     wait_for_check(set);
   }
 

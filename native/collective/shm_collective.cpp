@@ -43,25 +43,18 @@ Progress ShmCollective::poll(std::int64_t now_ns) {
 }
 
 void ShmCollective::check_peers(std::int64_t now_ns) {
-  if (connect_ns_ < 0) connect_ns_ = now_ns + kConnectNs;
+  if (look_ns_ < 0) look_ns_ = now_ns + kLookNs;
   check_due_ = now_ns < next_check_ns_;
   if (check_due_) return;
-  if (now_ns >= connect_ns_) {
-    watched_ = std::min(std::max(1, 2 * watched_), size_);
-    connect_ns_ = now_ns + kConnectNs;
-  }
+  looks_ = now_ns >= look_ns_;
+  if (looks_) look_ns_ = now_ns + (looked_at_ < size_ ? 1 : (size_ + kLooks - 1) / kLooks) * kLookNs;
   find_lost();
   check_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
   next_check_ns_ = now_ns + kCheckNs;
 }
 
 bool ShmCollective::post() {
-  if (number_ > Node::kPosts) {
-    for (int position = 0; position < size_; ++position) {
-      const auto done = node_.segment(position).done.load(std::memory_order_acquire);
-      if (position != self_ && done + Node::kPosts < number_) return false;
-    }
-  }
+  if (!post_is_free()) return false;
   // Not in a small call, whose latency would grow.
   if (own_.rounds > 0) node_.fd_exchange().exchange();
   Node::Post& post = node_.post(self_, number_);
@@ -69,6 +62,26 @@ bool ShmCollective::post() {
   std::memcpy(post.announcement, &own_, sizeof own_);
   node_.publish(post.call, number_);
   posted_ = true;
+  // Of two ranks in different calls, a rank that reads the other's post reports that. A rank that waits for posts may
+  // sleep until the post of a third rank comes.
+  if (!reads_all_posts()) node_.ring_all_doorbells();
+  return true;
+}
+
+bool ShmCollective::post_is_free() {
+  if (node_.finished_by_all() + Node::kPosts >= number_) return true;
+  std::uint64_t finished = number_ - 1;
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_) finished = std::min(finished, node_.segment(position).done.load(std::memory_order_acquire));
+  }
+  node_.set_finished_by_all(finished);
+  return finished + Node::kPosts >= number_;
+}
+
+bool ShmCollective::reads_all_posts() const {
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_ && !needs_post(position)) return false;
+  }
   return true;
 }
 
@@ -85,6 +98,8 @@ bool ShmCollective::read_posts() {
     moved = true;
   }
   all_posts_read_ = all && !failure_;
+  // A rank that has posted this call has finished the call before.
+  if (all_posts_read_ && reads_all_posts()) node_.set_finished_by_all(number_ - 1);
   return moved || all_posts_read_;
 }
 
@@ -93,6 +108,12 @@ void ShmCollective::read_post(int position) {
   std::memcpy(&other, node_.post(position, number_).announcement, sizeof other);
   read_[index(position)] = true;
   compare(position);
+}
+
+void ShmCollective::await_posts() const {
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_ && !read_[index(position)]) node_.await(position);
+  }
 }
 
 void ShmCollective::check_posts() {
@@ -294,27 +315,37 @@ bool ShmCollective::awaited_may_wait() const {
 
 void ShmCollective::wait_for(WaitSet& set) const {
   for (const int rank : awaited()) mesh_.wait_for(rank, POLLRDHUP, set.fds);
+  for (int i = 1; i < size_; ++i) {
+    const int position = (self_ - i + size_) % size_;
+    if (!is_awaited(position)) continue;
+    node_.await(position);
+    // All awaited posts must come, in any order. With one post after the other, this rank wakes about log P times; with
+    // all at once, up to P times.
+    if (!all_posts_read_) break;
+  }
   wait_for_check(set);
 }
 
 void ShmCollective::wait_for_check(WaitSet& set) const {
   // The doorbell that woke this rank may have announced a failure, and will not ring again.
   if (check_due_) set.wake_at(next_check_ns_);
-  if (awaits_unwatched_) set.wake_at(connect_ns_);
+  set.wake_at(look_ns_);
 }
 
 void ShmCollective::find_lost() {
-  awaits_unwatched_ = false;
+  const int first = looked_at_;
+  if (looks_ && looked_at_ < size_) looked_at_ += kLooks;
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
     const auto left = node_.segment(position).left.load(std::memory_order_acquire);
     // A rank counts as lost only at the second check, so that a poll in between reads what it wrote before it left.
     bool is_gone = false;
     if (is_awaited(position)) {
+      const int behind = (position - self_ - 1 + size_) % size_;
+      const bool is_next = first >= size_ || (behind >= first && behind < first + kLooks);
+      const bool looks = (looks_ && is_next) || leaving_[index(position)];
       const int rank = node_.rank(position);
-      const bool looks = mesh_.was_connected(rank) || (position - self_ + size_) % size_ <= watched_;
-      awaits_unwatched_ |= !looks;
-      is_gone = left == Node::kLeft || (looks && mesh_.hung_up(rank));
+      is_gone = left == Node::kLeft || (mesh_.was_connected(rank) ? mesh_.hung_up(rank) : looks && has_ended(position));
     }
     const bool is_lost = is_gone && leaving_[index(position)];
     leaving_[index(position)] = is_gone;
@@ -325,6 +356,11 @@ void ShmCollective::find_lost() {
       lose(position);
     }
   }
+}
+
+bool ShmCollective::has_ended(int position) {
+  if (const auto ended = node_.has_ended(position)) return *ended;
+  return mesh_.hung_up(node_.rank(position));  // connects to that rank
 }
 
 void ShmCollective::read_failure(int position) {

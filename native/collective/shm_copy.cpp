@@ -7,15 +7,18 @@
 // memory, the readers copy straight from the buffer, once. A reader that cannot read the buffer after all (a device's
 // memory) asks for slots.
 //
+// A large broadcast by address is shared out: rank d copies part d of the root's buffer to every other rank, so the root
+// is not idle, and each part of its buffer is read once.
+//
 // Bytes on the wire: none. Memory traffic: each reader copies each byte once; with slots, the owner copies each byte
-// into a slot first.
-#include <netfold/collective/shm_collective.hpp>
+// into a slot first. In a broadcast that is shared out, n are read in all, and n written to each rank but the root.
 #include <netfold/kernels/copy.hpp>
 
 #include <algorithm>
 #include <cstring>
 
 #include "algorithms.hpp"
+#include "shm_in_place.hpp"
 
 namespace netfold::collective {
 namespace {
@@ -29,16 +32,22 @@ constexpr std::size_t kChunkBytes = 1 << 20;
 // the work of a single reader. So with several readers, or with one reader of a whole broadcast, one copy is not always
 // faster. Measured in docs/explanation/algorithms.md.
 constexpr std::size_t kExportBytes = 512 << 10;
+// Broadcasts of so many bytes are shared out among two ranks; among more ranks, which wait for each other longer, those
+// beyond the caches. Measured by bench/by_address.py.
+constexpr std::size_t kShareOutBytes = 4 << 20;
 
-class ShmCopy final : public ShmCollective {
+class ShmCopy final : public ShmInPlace {
  public:
   ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
-      : ShmCollective(call, mesh, node),
+      : ShmInPlace(call, mesh, node),
         streams_(call.choice_bytes() >= kernels::kBeyondCaches),
+        shares_out_(call.kind == Kind::broadcast && node.memory() != nullptr &&
+                    (node.size() == 2 ? call.choice_bytes() >= kShareOutBytes : streams_)),
         collected_(index(node.size())),
         copied_(index(node.size())),
         by_slots_(index(node.size())),
         complete_(index(node.size())) {
+    if (!shares_out_) mode_ = Mode::not_in_place;
     if (gives()) {
       own_.rounds = rounds_for(given());
       if (call.kind == Kind::all_gather || call.kind == Kind::gather) own_.header.bytes = given().bytes;
@@ -78,10 +87,24 @@ class ShmCopy final : public ShmCollective {
 
   // Whether one copy of so many bytes for a reader takes less time than two, where both are possible.
   bool pays_to_export(std::size_t bytes) const {
-    if (call_.kind == Kind::broadcast) return size_ == 2 && bytes < kExportBytes;
+    if (call_.kind == Kind::broadcast) return shares_out_ || (size_ == 2 && bytes < kExportBytes);
     // The kernel's copies do not bypass the caches.
     if (call_.kind == Kind::all_gather && size_ > 2 && streams_) return false;
     return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kExportBytes;
+  }
+
+  // Part of a broadcast that is shared out: reads a chunk of the root's buffer, and passes it on while it is cached.
+  bool work_on(std::size_t bytes) override {
+    std::byte* own = call_.outputs[0].data + first_;
+    if (self_ != call_.root && !read_chunk(call_.root, own, bytes, streams_ && size_ == 2)) return false;
+    for (int i = 1; i < size_; ++i) {
+      const int position = (self_ + i) % size_;
+      if (position == call_.root) continue;
+      std::byte read_before_write{};
+      if (!read_chunk(position, &read_before_write, 1, false)) return false;
+      if (!write_chunk(position, own, bytes, streams_)) return false;
+    }
+    return true;
   }
 
   bool copy_own() {
@@ -112,7 +135,7 @@ class ShmCopy final : public ShmCollective {
     const std::size_t bytes = std::min(kChunkBytes, into(source).bytes - first);
     if (bytes > 0) {
       if (!begin_use(source)) return false;
-      const bool read = read_chunk(source, first, bytes);
+      const bool read = read_referred(source, first, bytes);
       node_.end_use(source);
       if (!read) return false;
     }
@@ -123,7 +146,7 @@ class ShmCopy final : public ShmCollective {
     return complete_[index(source)] = true;
   }
 
-  bool read_chunk(int source, std::size_t first, std::size_t bytes) {
+  bool read_referred(int source, std::size_t first, std::size_t bytes) {
     const Buffer& to = into(source);
     const std::size_t number = has_table() ? index(self_) : 0;
     if (others_[index(source)].refers == Refers::to_regions) {
@@ -187,8 +210,11 @@ class ShmCopy final : public ShmCollective {
     return true;
   }
 
-  bool needs_post(int position) const override { return takes_from(position) || call_.kind == Kind::barrier; }
+  bool needs_post(int position) const override {
+    return shares_out_ || takes_from(position) || call_.kind == Kind::barrier;
+  }
   void write_post(std::byte* data) override {
+    if (shares_out_) return export_buffers(data, call_.outputs);
     if (!gives()) return;
     if (has_table()) data = write_table(data);
     if (own_.rounds > 0) return export_buffers(data, has_table() ? call_.inputs : std::span(&given(), 1));
@@ -201,6 +227,8 @@ class ShmCopy final : public ShmCollective {
   }
 
   bool advance() override {
+    if (mode_ == Mode::undecided) choose_mode(call_.outputs[0], 0, false);
+    if (mode_ != Mode::not_in_place) return advance_in_place();
     bool moved = own_.refers == Refers::not_at_all ? offer() : wait_for_readers();
     // Each rank starts with the rank after it, so that the ranks do not all read from the same rank.
     for (int i = 1; i <= size_ && !failure_; ++i) {
@@ -221,10 +249,12 @@ class ShmCopy final : public ShmCollective {
   }
 
   bool done() const override {
+    if (mode_ != Mode::not_in_place) return mode_ == Mode::done;
     return offered_ == own_.rounds && std::find(complete_.begin(), complete_.end(), false) == complete_.end();
   }
 
   bool waits_for(int position) const override {
+    if (mode_ != Mode::not_in_place) return waits_in_place_for(position);
     if (!complete_[index(position)]) return true;
     if (offered_ == own_.rounds) return false;
     // A rank that has taken everything may have left the group while other ranks still read.
@@ -235,6 +265,7 @@ class ShmCopy final : public ShmCollective {
   bool reads(Stream, int reader) const override { return call_.kind != Kind::gather || reader == call_.root; }
 
   const bool streams_;                    // the call is so large that its copies bypass the caches
+  const bool shares_out_;                 // a broadcast of which each rank copies a part, if all tensors can be read
   std::uint32_t offered_ = 0;             // rounds
   std::vector<std::uint32_t> collected_;  // rounds, by position
   std::vector<std::size_t> copied_;       // bytes read in place, and of this rank's own block; by position

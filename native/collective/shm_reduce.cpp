@@ -12,47 +12,32 @@
 //
 // Bytes on the wire: none. Memory traffic a rank of P in an all_reduce, in place or by address: n read and n written. In
 // slots, which leave the L2 cache before they are used again: 2n read and written, and what plain stores read first.
-#include <netfold/collective/shm_collective.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
 #include "algorithms.hpp"
+#include "shm_in_place.hpp"
 
 namespace netfold::collective {
 namespace {
 
 constexpr auto kContributions = transport::ShmNode::Stream::to_reduce;
 constexpr auto kResults = transport::ShmNode::Stream::to_copy;
-using Access = transport::PeerMemory::Access;
 // Tensors of so many bytes are read and written by address. Through slots a rank waits three times a round; by address
 // it waits three times in all, but the kernel looks up every page. Measured by bench/by_address.py.
 constexpr std::size_t kAllByAddress = 4 << 20;      // all_reduce, reduce
 constexpr std::size_t kScatterByAddress = 8 << 20;  // reduce_scatter: only the reading saves anything
 
-class ShmReduce final : public ShmCollective {
+class ShmReduce final : public ShmInPlace {
  public:
   ShmReduce(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
-      : ShmCollective(call, mesh, node), collected_(index(node.size())), sources_(index(node.size())) {
+      : ShmInPlace(call, mesh, node), collected_(index(node.size())), sources_(index(node.size())) {
     own_.rounds = rounds_for(call.outputs[0]);
   }
 
  private:
-  enum class Mode : std::uint8_t {
-    undecided,
-    streams,
-    telling_access,
-    reducing_in_place,
-    waiting_in_place,
-    done_in_place
-  };
-  // Another rank's tensor, of which this rank reduces a part.
-  struct Tensor {
-    std::byte* data = nullptr;  // null: not mapped here
-    std::uint64_t address = 0;  // in its process
-  };
   // The bytes that `position` reduces in a round.
   struct Part {
     std::size_t in_slot = 0;
@@ -73,10 +58,6 @@ class ShmReduce final : public ShmCollective {
     return {in_slot, tensor.data + first + in_slot, std::min(share, bytes - in_slot)};
   }
 
-  // The bytes of a buffer that each rank reduces: whole lines; the last ranks get the rest.
-  std::size_t share_bytes(std::size_t bytes) const {
-    return round_up((bytes + index(size_) - 1) / index(size_), kLine);
-  }
   // Whether reads and writes by address take less time than slots, where both are possible.
   bool pays_by_address() const {
     return node_.memory() != nullptr && call_.choice_bytes() >= (has_results() ? kAllByAddress : kScatterByAddress);
@@ -103,58 +84,6 @@ class ShmReduce final : public ShmCollective {
     reduce_sources(out.data, out.bytes);
   }
 
-  void choose_mode() {
-    mode_ = Mode::streams;
-    for (int position = 0; position < size_; ++position) {
-      const Announcement& announcement = position == self_ ? own_ : others_[index(position)];
-      if (announcement.refers == Refers::not_at_all) return;
-    }
-    mode_ = Mode::reducing_in_place;
-    const Buffer& tensor = has_table() ? call_.inputs[index(self_)] : call_.outputs[0];
-    const std::size_t number = has_table() ? index(self_) : 0;
-    for (int position = 0; position < size_ && !failure_; ++position) {
-      Tensor theirs;
-      if (position == self_) {
-        theirs.data = tensor.data;
-        if (own_.refers == Refers::to_addresses) mode_ = Mode::telling_access;
-      } else if (others_[index(position)].refers == Refers::to_regions) {
-        theirs.data = referred(position, number, tensor.bytes);
-      } else {
-        theirs.address = referred_address(position, number);
-        mode_ = Mode::telling_access;
-      }
-      tensors_.push_back(theirs);
-    }
-    const std::size_t share = share_bytes(tensor.bytes);
-    first_ = has_table() ? 0 : std::min(tensor.bytes, share * index(self_));
-    end_ = has_table() ? tensor.bytes : std::min(tensor.bytes, first_ + share);
-    chunk_bytes_ = mode_ == Mode::telling_access ? node_.bounce_bytes() : part_bytes_;
-    if (mode_ == Mode::telling_access && !failure_) {
-      const std::optional<bool> can = try_access();
-      if (can) tell_access(*can);
-    }
-  }
-
-  // Whether this rank can read both ends of its part of every tensor. Empty, with `failure_`, where a rank has ended.
-  // A later refusal fails the call, since other parts are overwritten by then.
-  std::optional<bool> try_access() {
-    if (first_ == end_) return true;
-    if (!begin_use_of_all()) return {};
-    bool can = true;
-    for (int position = 0; position < size_ && can && !failure_; ++position) {
-      const Tensor& theirs = tensors_[index(position)];
-      if (theirs.data != nullptr) continue;
-      for (const std::size_t at : {first_, end_ - 1}) {
-        const Access got = node_.memory()->read(position, node_.bounce(position), theirs.address + at, 1);
-        if (got == Access::gone) lose(position);
-        can &= got == Access::all;
-      }
-    }
-    node_.end_use_of_all();
-    if (failure_) return {};
-    return can;
-  }
-
   // Reads the other ranks' chunks, which begin at `first_`, into caches; true where sources_ is complete.
   bool read_chunks(std::size_t bytes) {
     for (int i = 1; i <= size_; ++i) {
@@ -164,35 +93,12 @@ class ShmReduce final : public ShmCollective {
       if (theirs.data != nullptr) continue;
       std::byte* to = node_.bounce(position);
       sources_[index(position)] = to;
-      if (!check(node_.memory()->read(position, to, theirs.address + first_, bytes), position, "read")) return false;
+      if (!read_chunk(position, to, bytes, false)) return false;
     }
     return true;
   }
 
-  bool write_chunk(int position, const std::byte* from, std::size_t bytes) {
-    const Tensor& theirs = tensors_[index(position)];
-    if (theirs.data == nullptr) {
-      return check(node_.memory()->write(position, theirs.address + first_, from, bytes), position, "write");
-    }
-    if (theirs.data + first_ != from) std::memcpy(theirs.data + first_, from, bytes);
-    return true;
-  }
-
-  bool check(Access access, int position, const char* what) {
-    if (access == Access::all) return true;
-    if (access == Access::gone) {
-      lose(position);
-    } else {
-      failure_ = {Failure::Kind::system, mesh_.rank(),
-                  "rank " + std::to_string(mesh_.rank()) + " cannot " + what + " the tensor of rank " +
-                      std::to_string(node_.rank(position)) +
-                      " any more; has that process changed its permissions or its mappings during the operation? "
-                      "NETFOLD_SINGLE_COPY=off does without"};
-    }
-    return false;
-  }
-
-  bool reduce_chunk(std::size_t bytes) {
+  bool work_on(std::size_t bytes) override {
     if (!read_chunks(bytes)) return false;
     std::byte* into = call_.outputs[0].data + first_;
     if (call_.kind == Kind::reduce && self_ != call_.root) {
@@ -200,39 +106,12 @@ class ShmReduce final : public ShmCollective {
       into = root.data != nullptr ? root.data + first_ : node_.bounce(call_.root);
     }
     reduce_sources(into, bytes);
-    if (call_.kind == Kind::reduce) return self_ == call_.root || write_chunk(call_.root, into, bytes);
+    if (call_.kind == Kind::reduce) return self_ == call_.root || write_chunk(call_.root, into, bytes, false);
     bool written = true;
     for (int i = 1; i < size_ && written && call_.kind == Kind::all_reduce; ++i) {
-      written = write_chunk((self_ + i) % size_, into, bytes);
+      written = write_chunk((self_ + i) % size_, into, bytes, false);
     }
     return written;
-  }
-
-  bool reduce_in_place() {
-    if (mode_ == Mode::telling_access) {
-      const std::optional<bool> can = access_of_all();
-      if (can) mode_ = *can ? Mode::reducing_in_place : Mode::streams;
-      return can.has_value();
-    }
-    if (mode_ == Mode::reducing_in_place && first_ < end_) {
-      const std::size_t bytes = std::min(chunk_bytes_, end_ - first_);
-      if (!begin_use_of_all()) return false;
-      const bool reduced = reduce_chunk(bytes);
-      node_.end_use_of_all();
-      if (reduced) first_ += bytes;
-      return reduced;
-    }
-    if (mode_ == Mode::reducing_in_place) {
-      mode_ = Mode::waiting_in_place;
-      publish(kContributions, 1);
-    }
-    if (mode_ == Mode::done_in_place) return false;
-    // Other ranks read and write this rank's tensor until they publish the end of their part.
-    for (int position = 0; position < size_; ++position) {
-      if (position != self_ && published(kContributions, position) == 0) return false;
-    }
-    mode_ = Mode::done_in_place;
-    return true;
   }
 
   bool contribute() {
@@ -313,8 +192,9 @@ class ShmReduce final : public ShmCollective {
       posts_reduced_ = true;
       return true;
     }
-    if (mode_ == Mode::undecided) choose_mode();
-    if (mode_ != Mode::streams) return reduce_in_place();
+    if (mode_ == Mode::undecided && has_table()) choose_mode(call_.inputs[index(self_)], index(self_), true);
+    if (mode_ == Mode::undecided) choose_mode(call_.outputs[0], 0, false);
+    if (mode_ != Mode::not_in_place) return advance_in_place();
     bool moved = contribute();
     moved |= reduce_contributions();
     if (wants_results()) moved |= collect();
@@ -323,7 +203,7 @@ class ShmReduce final : public ShmCollective {
 
   bool done() const override {
     if (own_.rounds == 0) return posts_reduced_;
-    if (mode_ != Mode::streams) return mode_ == Mode::done_in_place;
+    if (mode_ != Mode::not_in_place) return mode_ == Mode::done;
     if (contributed_ < own_.rounds || reduced_ < own_.rounds) return false;
     for (int position = 0; position < size_; ++position) {
       if (wants_results() && position != self_ && collected_[index(position)] < own_.rounds) return false;
@@ -332,8 +212,7 @@ class ShmReduce final : public ShmCollective {
   }
 
   bool waits_for(int position) const override {
-    if (mode_ == Mode::telling_access) return !told_access(position);
-    if (mode_ != Mode::streams) return published(kContributions, position) == 0;
+    if (mode_ != Mode::not_in_place) return waits_in_place_for(position);
     if (reduced_ < own_.rounds && published(kContributions, position) <= reduced_) return true;
     if (wants_results() && collected_[index(position)] < own_.rounds) return true;
     return contributed_ < own_.rounds || reduced_ < own_.rounds;
@@ -348,12 +227,6 @@ class ShmReduce final : public ShmCollective {
   std::vector<std::uint32_t> collected_;  // by position
   std::vector<const void*> sources_;
   bool posts_reduced_ = false;
-  Mode mode_ = Mode::undecided;  // of data that do not lie in posts
-  // In place:
-  std::size_t first_ = 0;  // the next byte of this rank's part
-  std::size_t end_ = 0;    // of this rank's part
-  std::size_t chunk_bytes_ = 0;
-  std::vector<Tensor> tensors_;  // by position
 };
 
 }  // namespace

@@ -2,7 +2,9 @@
 #include <poll.h>
 #include <netfold/engine/engine.hpp>
 
+#include <algorithm>
 #include <future>
+#include <memory>
 #include <utility>
 
 #include "sleep.hpp"
@@ -13,22 +15,25 @@ void Group::run_driver_task(std::function<void()> action) {
   // The calling thread gets the exception; the driver does not.
   std::packaged_task<void()> task(std::move(action));
   auto done = task.get_future();
+  post_driver_task([&task] { task(); });
+  done.get();
+}
+
+void Group::post_driver_task(std::function<void()> action) {
   auto inbox = inbox_.lock();
   if (inbox->driver != Driver::none) {
-    inbox->tasks.push_back([&task] { task(); });
+    inbox->tasks.push_back(std::move(action));
     signal(wake_);
-    inbox.unlock();
-  } else {
-    inbox->driver = Driver::caller;
-    inbox.unlock();
-    task();
-    inbox.lock();
-    inbox_.release_driver(inbox);
-    const bool more = has_work(inbox.state);
-    inbox.unlock();
-    if (more) engine_.wake();
+    return;
   }
-  done.get();
+  inbox->driver = Driver::caller;
+  inbox.unlock();
+  action();
+  inbox.lock();
+  inbox_.release_driver(inbox);
+  const bool more = has_work(inbox.state);
+  inbox.unlock();
+  if (more) engine_.wake();
 }
 
 transport::Mesh& Group::mesh_of(int lane) {
@@ -77,6 +82,24 @@ std::optional<Group::Broken> Group::disconnect(int lane, int peer, int rail, int
   }
 }
 
+std::vector<Group::Idle> Group::idle_connections() {
+  std::vector<Idle> idle;
+  run_driver_task([&] {
+    for (int lane = 0; lane < 2 + static_cast<int>(fallback_meshes_.size()); ++lane) {
+      transport::Mesh& mesh = mesh_of(lane);
+      for (const int peer : mesh.made()) {
+        int rail = 0;
+        for (auto* socket = mesh.rail(peer, rail); socket != nullptr; socket = mesh.rail(peer, ++rail)) {
+          const std::int64_t since_ns = socket->idle_since_ns();
+          if (since_ns >= 0) idle.push_back({since_ns, lane, peer, rail});
+        }
+      }
+    }
+  });
+  std::ranges::sort(idle, {}, &Idle::since_ns);
+  return idle;
+}
+
 bool Group::reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,
                       const auth::StreamSecrets& secrets) {
   bool reconnected = false;
@@ -87,6 +110,21 @@ bool Group::reconnect(int lane, int peer, int rail, int reconnects, transport::F
     if (reconnected) flush();
   });
   return reconnected;
+}
+
+void Group::connect(int lane, int peer, int rail, transport::Fd socket, const auth::StreamSecrets& secrets) {
+  const auto first = std::make_shared<transport::Fd>(std::move(socket));  // a std::function is copyable
+  post_driver_task([=, this] {
+    try {
+      auto* unused = mesh_of(lane).rail(peer, rail);
+      if (unused == nullptr || !unused->is_unused()) return;
+      if (unused->reconnect(std::move(*first), 0, secrets)) flush();
+    } catch (const std::exception& error) {
+      fail({collective::Failure::Kind::system, peer,
+            "rank " + std::to_string(rank()) + " could not use its connection to rank " + std::to_string(peer) + ": " +
+                error.what()});
+    }
+  });
 }
 
 void Group::give_up(int lane, int peer, int rail, int reconnects, const std::string& why) {

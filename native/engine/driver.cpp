@@ -161,7 +161,7 @@ void Group::start_next(std::int64_t now) {
   Operation& operation = *active_.back();
   operation.record_.started_ns = now;
   operation.algorithm_ =
-      collective::make_algorithm(operation.call_, {*mesh_, switch_paths_, node_.get(), options_.nodes, shares_.get()});
+      collective::make_algorithm(operation.call_, {*mesh_, switch_paths_, node_.get(), hosts_.get(), shares_.get()});
   if (waits_for_mesh && operation.algorithm_ != nullptr) operation.algorithm_->wait_for_mesh();
 }
 
@@ -181,11 +181,12 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
-  status_.completed(operation, failure, active_.size() + queue_.size(), transfers_.size());
+  const bool is_programs = !operation.call_.is_internal;
+  if (is_programs) status_.completed(operation, failure, active_.size() + queue_.size(), transfers_.size());
   {
     const auto inbox = inbox_.lock();
     record.inlined = inbox->driver == Driver::caller ? 1 : 0;
-    inbox->events.push(record);
+    if (is_programs) inbox->events.push(record);
     if (shares_ != nullptr && shares_->operations() != inbox->shares->operations()) inbox->shares = *shares_;
     status_.end_operation(record.finished_ns);
   }
@@ -213,8 +214,7 @@ void Group::check_overdue(Operation& operation, std::int64_t now) {
 
 std::int64_t Group::spin_ns() const {
   const auto in_memory = [](const auto& operation) { return operation->call_.algorithm == AlgorithmId::shared_memory; };
-  const bool for_memory =
-      std::any_of(active_.begin(), active_.end(), in_memory) || transfers_.lane().waits_for_memory();
+  const bool for_memory = std::any_of(active_.begin(), active_.end(), in_memory) || transfers_.waits_for_memory();
   if (!options_.spins_for_sockets && !for_memory) return needs_progress_ ? kDrivenSpinNs : 0;
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }
@@ -226,6 +226,11 @@ void Group::wait_for(collective::WaitSet& set) {
     return;  // a failed group polls no algorithm
   }
   set.wake_at(close_ns_);
+  if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
+    node_->prepare_sleep();
+    for (const int doorbell : node_->doorbells()) set.add(doorbell, POLLIN);
+    set.look_again = true;
+  }
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
@@ -233,11 +238,6 @@ void Group::wait_for(collective::WaitSet& set) {
   }
   for_each_mesh([&](transport::Mesh& mesh) { mesh.wait_to_flush(set.fds); });
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
-  if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
-    node_->prepare_sleep();
-    for (const int doorbell : node_->doorbells()) set.add(doorbell, POLLIN);
-    set.look_again = true;
-  }
   transfers_.wait_for(set);
 }
 

@@ -12,11 +12,9 @@ using transport::ShmNode;
 
 Failure Group::timed_out(const Operation& operation) const {
   Failure failure{.kind = Failure::Kind::timeout, .expired = {operation.call_.sequence, operation.timeout_ns_}};
-  const bool started = operation.algorithm_ != nullptr;
-  failure.text =
-      operation.describe(rank()) + (started ? " did not finish " : " did not start ") + operation.within_timeout();
-  if (!started) {
-    failure.text += ": the operations before it are not done";
+  failure.text = operation.describe_timeout(rank());
+  if (operation.algorithm_ == nullptr) {
+    failure.text += "; it did not start, because the operations before it are not done";
     return failure;
   }
   const auto ranks = operation.algorithm_->awaited();

@@ -48,6 +48,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
     : engine_(engine),
       options_(std::move(options)),
       mesh_(std::move(mesh)),
+      hosts_(collective::make_host_map(options_.nodes, mesh_->rank())),
       transfers_(std::move(lane)),
       fallback_meshes_(std::move(fallback_meshes)),
       needs_progress_(mesh_->needs_progress()),
@@ -182,6 +183,16 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     drive_until(*operation, 0, false);
   }
   return operation;
+}
+
+bool Group::withdraw(const Operation& receive) {
+  bool withdrawn = false;
+  run_driver_task([&] {
+    const auto operation = transfers_.withdraw(receive.id());
+    withdrawn = operation != nullptr;
+    if (withdrawn) complete(*operation, {Failure::Kind::aborted, rank(), "the receive was withdrawn"});
+  });
+  return withdrawn;
 }
 
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {

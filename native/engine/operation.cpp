@@ -8,6 +8,16 @@
 
 namespace netfold::engine {
 
+namespace {
+
+std::string seconds_text(std::int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) / 1e9);
+  return text;
+}
+
+}  // namespace
+
 std::vector<EventRecord> EventLog::after(std::uint64_t since) const {
   std::vector<EventRecord> newest;
   for (std::uint64_t next = std::max(since, total_ - records_.size()); next < total_; ++next) {
@@ -40,8 +50,15 @@ bool Operation::notify() {
 }
 
 std::string Operation::describe(int rank) const {
-  char waited[32];
-  std::snprintf(waited, sizeof waited, "%.1f s", static_cast<double>(now_ns() - record_.queued_ns) / 1e9);
+  return call_and_site(rank) + ", after " + seconds_text(now_ns() - record_.queued_ns) + ",";
+}
+
+std::string Operation::describe_timeout(int rank) const {
+  return call_and_site(rank) + ", timed out after " + seconds_text(now_ns() - record_.queued_ns) + " (its timeout is " +
+         seconds_text(timeout_ns_) + ")";
+}
+
+std::string Operation::call_and_site(int rank) const {
   std::string text =
       "rank " + std::to_string(rank) + ": " + collective::name(call_.kind) + " #" + std::to_string(call_.sequence);
   if (call_.elements() > 0) {
@@ -50,12 +67,6 @@ std::string Operation::describe(int rank) const {
   }
   text += std::string(" by ") + collective::name(call_.algorithm);
   if (site_ != nullptr) text += std::string(", called at ") + site_;
-  return text + ", after " + waited + ",";
-}
-
-std::string Operation::within_timeout() const {
-  char text[48];
-  std::snprintf(text, sizeof text, "within its timeout of %.1f s", static_cast<double>(timeout_ns_) / 1e9);
   return text;
 }
 

@@ -1,5 +1,7 @@
 #include <netfold/engine/transfers.hpp>
 
+#include <algorithm>
+
 namespace netfold::engine {
 
 using collective::Failure;
@@ -14,6 +16,23 @@ void Transfers::post(std::int64_t now) {
     if (!lane_.fault()) lane_.post(posted->id_, posted->call_);
   }
   added_.clear();
+}
+
+std::shared_ptr<Operation> Transfers::withdraw(std::uint64_t id) {
+  const auto is_meant = [id](const auto& each) { return each->id_ == id; };
+  if (const auto added = std::find_if(added_.begin(), added_.end(), is_meant); added != added_.end()) {
+    auto operation = std::move(*added);
+    added_.erase(added);
+    return operation;
+  }
+  const auto found = posted_.find(id);
+  if (found == posted_.end() || !lane_.withdraw(id, found->second->call_)) return nullptr;
+  return std::move(posted_.extract(found).mapped());
+}
+
+bool Transfers::waits_for_memory() const {
+  const auto is_programs = [](const auto& each) { return !each.second->call_.is_internal; };
+  return std::any_of(posted_.begin(), posted_.end(), is_programs) && lane_.waits_for_memory();
 }
 
 bool Transfers::poll(std::int64_t now, Failure& failure, const Complete& complete) {
@@ -56,8 +75,8 @@ void Transfers::check_deadlines(std::int64_t now, Failure& failure) {
   if (expired == nullptr) return;
   failure.kind = Failure::Kind::timeout;
   failure.rank = expired->call_.root;
-  failure.text = expired->describe(lane_.mesh().rank()) + " did not finish " + expired->within_timeout() +
-                 "; still waiting for " + lane_.awaited(expired->call_);
+  failure.text =
+      expired->describe_timeout(lane_.mesh().rank()) + "; still waiting for " + lane_.awaited(expired->call_);
 }
 
 void Transfers::lower_deadline(std::int64_t deadline_ns) {

@@ -22,8 +22,7 @@ def __getattr__(name: str) -> Any:
     if name == "profile":
         return import_module("netfold.profile")  # a module that can be called
     if name == "__version__":
-        # The version is in pyproject.toml, and so in the metadata of the installed package.
-        globals()["__version__"] = found = import_module("importlib.metadata").version("netfold")
+        globals()["__version__"] = found = import_module("netfold._native").VERSION
         return found
     if name in __all__:
         return getattr(import_module("netfold.communicator"), name)

@@ -116,6 +116,17 @@ class Options:
         switches_of(options.switch)
         return options
 
+    def with_hints(self, hints: Mapping[str, str]) -> Options:
+        """Replace the options that `hints` names by their variables, such as NETFOLD_WIRE_DTYPE. Others are ignored.
+
+        For resolved options. ValueError for a key that begins with NETFOLD_ and is no option, and for an invalid value.
+        """
+        ours = {name for name in hints if name.startswith("NETFOLD_")}
+        named = {f"NETFOLD_{field.name.upper()}": field.name for field in fields(self)}
+        if unknown := sorted(ours - named.keys()):
+            raise ValueError(f"the hint {unknown[0]} is no option of a group; see netfold.Options")
+        return replace(self, **{named[name]: None for name in ours}).resolved(hints) if ours else self
+
     @property
     def fabric(self) -> str | None:
         """The provider of libfabric to use instead of TCP, and of UDP to a switch; None for TCP and UDP."""

@@ -17,7 +17,7 @@ from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import probe
-from netfold.bootstrap.tree import StartTree, place_of
+from netfold.bootstrap.tree import SocketLinks, StartTree, place_of
 from netfold.errors import RendezvousError
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Row, Topology, build_table
 
@@ -47,7 +47,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def agree(stream: socket.socket, rank: int, build: Any = build, **settings: Any) -> probe.TableChoice:
-    tree = StartTree(rank, place_of(rank, [[0], [1]]), {1 - rank: stream}, soon())
+    tree = StartTree(rank, place_of(rank, [[0], [1]]), SocketLinks({1 - rank: stream}), soon())
     return probe.agree(tree, lambda _: stream, Topology.apart(2), build, soon(), hosts=HOSTS, **settings)
 
 
@@ -158,7 +158,9 @@ def test_a_rank_that_leaves_during_the_exchange_is_named() -> None:
 
 def test_a_malformed_frame_is_refused() -> None:
     ours, theirs = pair()
-    StartTree(0, place_of(0, [[0], [1]]), {1: theirs}, soon()).broadcast(lambda: 1, "it chooses whom to measure with")
+    StartTree(0, place_of(0, [[0], [1]]), SocketLinks({1: theirs}), soon()).broadcast(
+        lambda: 1, "it chooses whom to measure with"
+    )
     theirs.sendall(struct.pack(">cI", b"P", 1 << 31))
     assert "rank 0 sent a frame of 2147483648 bytes" in leave(ours, 1)
     ours.close()

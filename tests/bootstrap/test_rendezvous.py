@@ -13,8 +13,10 @@ import struct
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 from load import seconds
 from ranks import run_ranks, run_threads, values
@@ -54,7 +56,7 @@ def meet(
         here.register(group)
         tree, peers, hosts = rendezvous.connect_tree(FileStore(folder), group, here, interfaces, deadline, host=host)
         assert [len(at) for at in peers.endpoints] == [0 if peer == rank else interfaces.rails for peer in range(size)]
-        return tree.all_gather(10 * rank, "they met"), hosts, len(tree.streams)
+        return tree.all_gather(10 * rank, "they met"), hosts, len(tree.links.streams)
     finally:
         group.close_connections()
         here.deregister(group, None)
@@ -112,18 +114,43 @@ def test_all_ranks_exchange_values_over_few_connections(size: int, per_host: int
 @pytest.mark.parametrize(("size", "per_host"), [(1, 1), (7, 1), (100, 1), (100, 100), (1000, 64), (10_000, 8)])
 def test_every_rank_has_one_parent_that_knows_it(size: int, per_host: int) -> None:
     hosts = hosts_of(size, per_host)
-    # place_of looks a rank's host up, so not every rank of the large groups is asked.
-    asked = range(0, size, max(1, size // 200))
-    for rank in asked:
-        place = tree.place_of(rank, hosts)
+    places = dict(tree.places_of(hosts))
+    assert sorted(places) == list(range(size))
+    for rank, place in places.items():
+        if rank % max(1, size // 50) == 0:  # place_of looks a rank's host up
+            assert place == tree.place_of(rank, hosts)
         assert (place.parent is None) == (rank == 0)
         if place.parent is not None:
             assert place.parent < rank
-            assert rank in tree.place_of(place.parent, hosts).children
+            assert rank in places[place.parent].children
         for child in place.children:
-            below = tree.place_of(child, hosts)
+            below = places[child]
             assert below.parent == rank and below.height < place.height
             assert below.leads == (child in place.other_hosts)
+
+
+def test_a_value_for_several_children_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+
+    def packb(value: Any) -> bytes:
+        encoded.append(value)
+        packed: bytes = msgpack.packb(value)
+        return packed
+
+    pairs = {child: socket.socketpair() for child in (1, 2, 3)}
+    ours = {child: pair[0] for child, pair in pairs.items()}
+    root = tree.StartTree(0, tree.place_of(0, [[0, 1, 2, 3]]), tree.SocketLinks(ours), time.monotonic() + 10)
+    monkeypatch.setattr(tree, "msgpack", SimpleNamespace(packb=packb, unpackb=msgpack.unpackb))
+    assert root.broadcast(lambda: "value", "they met") == "value"
+    assert encoded == ["value"]
+    for child, (_, theirs) in pairs.items():
+        end = tree.StartTree(
+            child, tree.place_of(child, [[0, 1, 2, 3]]), tree.SocketLinks({0: theirs}), time.monotonic() + 10
+        )
+        assert end.broadcast(lambda: None, "they met") == "value"
+    for pair in pairs.values():
+        for each in pair:
+            each.close()
 
 
 def test_ranks_of_a_host_exchange_values_among_themselves() -> None:

@@ -164,3 +164,35 @@ def test_ranks_connect_from_their_launchers_variables() -> None:
     port = free_port()
     got = values(run_ranks(launched, 3, port))
     assert got == [[6.0, 2.0] * 2, [6.0, 1.0] * 2, [6.0, 2.0] * 2]
+
+
+def test_many_waiting_gets_take_no_thread_each_and_a_released_store_connects_again() -> None:
+    threads = threading.active_count()
+    served = TcpStore("127.0.0.1", free_port(), "job", serve=True, timeout_s=5)
+    port = served._port
+    clients = [TcpStore("127.0.0.1", port, "job", serve=False, timeout_s=5) for _ in range(40)]
+    server = served._server
+    assert server is not None
+    assert threading.active_count() == threads + 1
+    found: list[bytes] = []
+
+    def get(store: TcpStore) -> None:
+        found.append(store.get("key", seconds(20)))
+
+    waiting = [threading.Thread(target=get, args=(each,)) for each in clients]
+    for thread in waiting:
+        thread.start()
+    served.set("key", b"1")
+    for thread in waiting:
+        thread.join(seconds(10))
+    assert found == [b"1"] * 40
+    for each in [served, *clients]:
+        each.release()
+    deadline = time.monotonic() + seconds(5)
+    while server.connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert clients[3].get("key", 1) == b"1"
+    assert served.add("n", 1) == 1
+    for each in [*clients, served]:
+        each.close()

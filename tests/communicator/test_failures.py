@@ -134,6 +134,21 @@ def test_ranks_that_make_different_calls_all_get_the_mismatch(
     disagree(algorithm, [[other if rank == odd else usual, barrier] for rank in range(3)])
 
 
+@pytest.mark.native
+def test_a_rank_that_sleeps_until_a_third_rank_calls_learns_of_the_mismatch_at_once() -> None:
+    """Rank 0 sleeps until rank 2 posts its call. Rank 1 makes another call than rank 0, and reads no posts for it."""
+
+    def another_call(group: Communicator) -> None:
+        time.sleep(2.0)
+        group.reduce(np.ones(100, np.float32), 0)
+
+    absence_s = 2.0 + 2 * seconds(SOON_S)
+    calls: list[list[Call]] = [[all_reduce(100)], [another_call], [lambda group: time.sleep(absence_s)]]
+    error, _, text, took = values(run_threads(calls_in_turn, 3, "shared_memory", calls, absence_s + 20.0))[0]
+    assert error == "Mismatch" and "rank 1" in text, text
+    assert took < 2.0 + seconds(SOON_S)
+
+
 @ALGORITHMS
 @pytest.mark.native
 def test_operations_in_a_circular_wait_end_at_the_timeout(algorithm: str) -> None:

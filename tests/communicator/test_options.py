@@ -90,3 +90,14 @@ def test_every_rank_refuses_invalid_options_at_once(options: Options, sentence: 
 def test_a_rank_outside_its_group_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 2 is not one of a group of 2"):
         _join(2, 2, str(tmp_path), Options())
+
+
+def test_hints_replace_options_by_the_names_of_their_variables() -> None:
+    own = Options(spin_us=7, wire_dtype="bf16", switch="leaf:1").resolved({})
+    found = own.with_hints({"NETFOLD_WIRE_DTYPE": "f32", "NETFOLD_SWITCH": "", "another_backends": "x"})
+    assert found == dataclasses.replace(own, wire_dtype="f32", switch=None)
+    assert own.with_hints({}) == own
+    with pytest.raises(ValueError, match="the hint NETFOLD_WIRE is no option of a group"):
+        own.with_hints({"NETFOLD_WIRE": "f32"})
+    with pytest.raises(ValueError, match="NETFOLD_PROBE='maybe' is not one of on, off"):
+        own.with_hints({"NETFOLD_PROBE": "maybe"})

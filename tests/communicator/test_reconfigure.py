@@ -286,6 +286,37 @@ def test_a_handle_of_another_version_is_refused_with_both_versions(monkeypatch: 
             group.reconfigure(1, [group.handle, text])
 
 
+def with_other_options(rank: int, size: int, folder: str) -> list[str]:
+    """The next group has its own options, and the one after it the communicator's again."""
+    with joined(folder, rank, size, OVER_TCP) as group:
+        handles, found = list(group.handles), []
+        for turn, options in enumerate((Options(probe="off", transport="tcp", algorithm="all_reduce=tree"), None)):
+            group.reconfigure(turn, handles, options=options)
+            check_sum(group)
+            found.append(group.group.why("all_reduce", 40_000))
+        exchange(folder, "done", rank, size)
+        return found
+
+
+def test_a_group_may_have_options_of_its_own() -> None:
+    for first, second in values(run_threads(with_other_options, 3)):
+        assert first.startswith("tree (NETFOLD_ALGORITHM=all_reduce=tree)"), first
+        assert "all_reduce=tree" not in second, second
+
+
+@pytest.mark.parametrize("name", ["transport", "security", "secret_file", "interface", "ports"])
+def test_options_of_the_listener_and_the_handle_stay(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    other = {"security": "encrypt", "secret_file": str(secret), "interface": "127.0.0.1", "ports": "29987"}
+    with outside() as group:
+        options = Options(probe="off", **{name: other.get(name, "tcp")})
+        with pytest.raises(ValueError, match=rf"^{name}=.* whose handle was made with {name}=.*a new communicator"):
+            group.reconfigure(1, [group.handle], options=options)
+        group.reconfigure(1, [group.handle])  # the uuid is free
+
+
 def test_a_closed_communicator_is_not_reconfigured() -> None:
     group = outside()
     own = group.handle

@@ -1,4 +1,4 @@
-"""Reductions of long tensors among ranks that read and write each other's memory."""
+"""Reductions and broadcasts of long tensors among ranks that read and write each other's memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def reduced(group: Communicator, operation: str, dtype: str, op: str, bytes_: in
         return bits(into)
     tensor = random(dtype, count, rank)
     part = tensor[offset:]
-    if operation == "all_reduce":
+    if operation == "broadcast":
+        group.broadcast(part, min(1, size - 1))
+    elif operation == "all_reduce":
         group.all_reduce(part, op=op)
     else:
         group.reduce(part, min(1, size - 1), op=op)
@@ -115,6 +117,27 @@ def test_all_ranks_get_the_same_bits_at_any_size_and_alignment(size: int) -> Non
     ]
     first, *others = run_both_ways(size, cases)
     assert all(got == first for got in others)
+
+
+def broadcasts(rank: int, size: int, folder: str, bytes_: int) -> None:
+    with join(rank, size, folder) as group:
+        memory = group.group.peer_memory
+        for root, offset, shared in ((0, 0, -1), (1, 13, -1), (size - 1, 3, -1), (0, 1, 0), (0, 1, 1), (1, 0, 1)):
+            count = bytes_ // 4 + 4099
+            tensor = netfold.empty(count) if rank == shared else np.empty(count, np.float32)
+            tensor[:] = random("float32", count, rank)
+            before = memory.bytes_read
+            group.broadcast(tensor[offset:], root)
+            assert bits(tensor[:offset]) == bits(random("float32", count, rank)[:offset])
+            assert bits(tensor[offset:]) == bits(random("float32", count, root)[offset:]), (root, offset, shared)
+            # Each part of the root's buffer is read by one rank. Before it writes, a rank reads one byte.
+            is_mapped = shared == root or rank == root
+            assert (memory.bytes_read - before) * size // (0.9 * bytes_) == (0 if is_mapped else 1)
+
+
+@pytest.mark.parametrize(("size", "bytes_"), [(2, 4 * MB), (3, 32 * MB)])
+def test_a_large_broadcast_is_shared_out_among_all_ranks(size: int, bytes_: int) -> None:
+    values(run_threads(broadcasts, size, bytes_, timeout_s=PATIENCE_S))
 
 
 def mixed(rank: int, size: int, folder: str) -> None:
@@ -167,9 +190,12 @@ def hidden_later(rank: int, size: int, folder: str) -> int:
         for _ in range(2):
             for operation in ("all_reduce", "reduce", "reduce_scatter"):
                 reduced(group, operation, "float32", "sum", 9 * MB)
-            tensor = np.full(4 * MB, rank, np.float32)
+            tensor = np.full(8 * MB, rank, np.float32)
             group.all_reduce(tensor)
             assert (tensor == size * (size - 1) / 2).all()
+            tensor[:] = rank
+            group.broadcast(tensor, 0)
+            assert (tensor == 0).all()
         return int(group.group.peer_memory.bytes_read)
 
 
@@ -186,16 +212,16 @@ def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
         expected = None
         try:
             while True:
-                got = reduced(group, operation, "float32", "sum", 9 * MB)
+                got = reduced(group, operation, "float32", "sum", 33 * MB if operation == "broadcast" else 9 * MB)
                 assert expected in (None, got)  # checks the data of finished calls
                 expected = got
         except PeerLost as error:
             return error.rank, str(error)
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "reduce_scatter", "broadcast"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_during_a_reduction_is_named(operation: str, victim: int) -> None:
+def test_a_rank_killed_during_a_call_is_named(operation: str, victim: int) -> None:
     began = time.monotonic()
     for rank, outcome in enumerate(run_ranks(dies, 3, operation, victim, dies=[victim])):
         if rank == victim:

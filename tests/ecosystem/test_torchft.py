@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
+import subprocess
+import sys
 import unittest
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.ecosystem
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ecosystem" / "torchft_reconfigure.py"
 
 
 class TestTorchft:
@@ -94,6 +100,28 @@ class TestTorchft:
         assert self.together(run, range(3)) == [[3, 3, 2], [3, 3, 2], [3, 3]]
         for group in groups:
             group.abort(errored=False)
+
+    def test_torchft_reconfigures_a_group_that_torch_made(self) -> None:
+        """The nightly's case: sizes 3, 2 and 3 with other orders, then an abort; the group stays one object."""
+        if not hasattr(torch.distributed.ProcessGroup, "reconfigure"):
+            pytest.skip(f"torch {torch.__version__} has no reconfigure: 2.15 has")
+        theirs = pytest.importorskip("torchft.reconfigure_test", reason="only torchft's nightly has these tests")
+        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        torch.multiprocessing.spawn(theirs._resize_worker, args=(store.port, "netfold"), nprocs=3)
+
+    def test_a_replica_is_killed_and_another_one_takes_its_place(self) -> None:
+        """torchft's Manager on a group that torch made. All replicas end with the same weights."""
+        if not hasattr(torch.distributed.ProcessGroup, "reconfigure"):
+            pytest.skip(f"torch {torch.__version__} has no reconfigure: 2.15 has")
+        pytest.importorskip("torchft.reconfigure_test", reason="only torchft's nightly takes a group of torch's")
+        ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found = re.findall(r"replica (\d): sizes \[(.*)\], norm of the weights (\S+)", ended.stdout)
+        assert len({weights for *_, weights in found}) == 1, ended.stdout
+        sizes = {replica: text.replace(", ", "") for replica, text, _ in found}
+        # The first two may begin without the third. 2 is without the one that was killed.
+        assert all(re.fullmatch("2*3+2+3+", sizes[replica]) for replica in "01"), sizes
+        assert re.fullmatch("3+", sizes["2"]), sizes
 
     def test_torchfts_suite_for_process_groups_passes(self) -> None:
         """The nightly's, collectives and what follows the loss of a rank, in the class that it has for gloo."""

@@ -18,11 +18,11 @@ import socket
 import struct
 import sys
 import tempfile
-import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from targets import corpus
 
@@ -55,7 +55,9 @@ def handshake(data: bytes) -> None:
     async def opened() -> Hello | None:
         stream.setblocking(False)
         try:
-            return await asyncio.wait_for(accept(stream, lambda hello: b"s" * 32 if hello.size else None), ANSWER_S)
+            accepted = accept(stream, lambda hello: b"s" * 32 if hello.size else None, lambda _: True)
+            found = await asyncio.wait_for(accepted, ANSWER_S)
+            return None if found is None else found[0]
         except (EOFError, OSError):
             return None
 
@@ -72,31 +74,21 @@ def switch(data: bytes) -> None:
 
 
 def store(data: bytes) -> None:
-    """Requests to rank 0's store behind a hello of its job: its thread ends in order, whatever comes."""
-    from netfold.bootstrap.tcp_store import TcpStoreServer
+    """Requests to rank 0's store behind a hello of its job: the connection ends in order, whatever comes."""
+    from netfold.bootstrap.tcp_store import TcpStoreServer, _Connection
     from netfold.switch_protocol import control_messages
 
     server = TcpStoreServer.__new__(TcpStoreServer)
-    server._job, server._values, server._counters = "job", {}, {}
-    server._bytes, server._closed, server._connections = 0, False, set()
-    server._changed = threading.Condition()
-    # A get may wait for its own timeout.
-    server._changed.wait_for = lambda ready, timeout=None: _wait_for(ready, timeout)  # type: ignore[method-assign]
-    stream, peer = socket.socketpair()
-    with peer:
-        peer.sendall(control_messages.encode({"type": "hello", "job": "job"}) + data[:16384])
-        peer.shutdown(socket.SHUT_WR)
-        server._serve(stream)
+    server.job, server.connections = "job", set()
+    server._bytes, server._values, server._counters, server._waiting = 0, {}, {}, {}
+    connection = _Connection(server, _loop())
+    connection.connection_made(mock.Mock())
+    connection.data_received(control_messages.encode({"type": "hello", "job": "job"}) + data[:16384])
+    connection.connection_lost(None)
+    assert not server.connections and not server._waiting, "the store keeps a connection that has ended"
     assert server._bytes == sum(len(key) + len(value) for key, value in server._values.items()) + sum(
         map(len, server._counters)
     ), "the store's count of its bytes is wrong"
-
-
-def _wait_for(ready: Callable[[], bool], timeout: float | None) -> bool:
-    # The real one refuses what is longer, and waits otherwise.
-    if timeout is not None and timeout > threading.TIMEOUT_MAX:
-        raise OverflowError("timestamp too large to convert to C _PyTime_t")
-    return ready()
 
 
 def tokens(data: bytes) -> None:

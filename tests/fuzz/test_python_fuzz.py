@@ -168,7 +168,7 @@ def test_a_store_closes_a_connection_with_an_oversized_request(
     server = TcpStoreServer("127.0.0.1", 0, "job")
     try:
         with pytest.raises(ValueError, match=r"bytes|whole number|waited for"):
-            server._reply(request_)
+            server.reply(request_)
         assert (server._bytes, server._values, server._counters) == (0, {}, {})
         check("store", framed(request_))
     finally:

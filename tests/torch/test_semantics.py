@@ -151,6 +151,31 @@ def groups_of_one_name_do_not_meet(dist: Any, rank: int, size: int, folder: str)
 
 
 @case
+def a_group_of_the_worlds_ranks_asks_no_store(dist: Any, rank: int, size: int, folder: str) -> None:
+    import torch
+
+    from netfold.torch import factory
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("netfold asked the store")
+
+    store_of_torch = factory.TorchStore
+    factory.TorchStore = ask  # type: ignore[assignment, misc]
+    try:
+        everyone = dist.new_group()
+        ends = dist.new_group([size - 1, 0])
+    finally:
+        factory.TorchStore = store_of_torch  # type: ignore[misc]
+    for group, ranks in ((everyone, range(size)), (ends, (0, size - 1))):
+        if rank in ranks:
+            tensor = torch.tensor([rank])
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == sum(ranks)
+            dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@case
 def several_groups_are_used_from_several_threads(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
 
@@ -221,7 +246,7 @@ def a_group_and_an_operation_have_timeouts_of_their_own(dist: Any, rank: int, si
                 error = raises(RuntimeError, lambda g=group: dist.barrier(g, timeout=timedelta(seconds=0.4)))
             else:
                 error = raises(RuntimeError, lambda g=group: dist.all_reduce(torch.ones(1), group=g))
-            assert "timeout of 0.4 s" in str(error) and isinstance(error, TimeoutError), str(error)
+            assert "(its timeout is 0.4 s)" in str(error) and isinstance(error, TimeoutError), str(error)
             assert f"called at {__file__}:" in str(error), "the user's line, not one of torch's or netfold's"
             assert 0.4 <= time.monotonic() - began < seconds(5)
         dist.barrier()

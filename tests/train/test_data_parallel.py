@@ -203,7 +203,7 @@ def begins(rank: int, size: int, folder: str) -> list[float]:
     module = nn.BatchNorm1d(1)
     module.running_mean.fill_(rank + 1.0)
     data = types.SimpleNamespace(group=dist.group.WORLD, size=size)
-    ddp = data_parallel._wrap_ddp(module, types.SimpleNamespace(data=data, site=data), 64.0)
+    ddp = data_parallel._wrap_ddp(module, types.SimpleNamespace(data=data, site=data), 64.0, sends=True)
     found = [module.running_mean.item()]
     for _ in range(2):
         ddp(torch.full((2, 1), 10.0 * rank)).sum().backward()

@@ -13,6 +13,7 @@ from typing import Any
 from model_check import (
     HELLO_WORKERS,
     Scope,
+    agreement,
     draw,
     gap_detector,
     parent_sender,
@@ -23,7 +24,14 @@ from model_check import (
     sentence,
     switch_watch,
 )
-from model_check.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
+from model_check.scopes import (
+    AGREEMENT_LARGE,
+    AGREEMENT_QUICK,
+    LARGE,
+    QUICK,
+    RECOVERY_LARGE,
+    RECOVERY_QUICK,
+)
 from netfold.sim import diagram
 
 
@@ -83,6 +91,9 @@ def _searches_of_parts(everything: bool) -> Iterator[tuple[str, str, Any]]:
     for name, scope in {**RECOVERY_QUICK, **(RECOVERY_LARGE if everything else {})}.items():
         recovered = recovery.search_recovery(scope)
         yield name, recovery.sentence(scope, recovered), recovered
+    for name, members in {**AGREEMENT_QUICK, **(AGREEMENT_LARGE if everything else {})}.items():
+        agreed = agreement.search_agreement(members)
+        yield name, agreement.sentence(members, agreed), agreed
 
 
 def _show_report(name: str, line: str, report: Any) -> int:

@@ -1,6 +1,7 @@
-"""The named scopes of `search` and of the search over recovery."""
+"""The named scopes of `search`, of the search over recovery, and of the one over the next members."""
 
 from model_check import Scope
+from model_check.agreement import AgreementScope
 from model_check.recovery_rank import RecoveryScope
 
 # Searched by `make test`, in seconds. The comments say what each scope covers.
@@ -96,4 +97,31 @@ RECOVERY_LARGE = {
     "streamed-lost-again": RecoveryScope(ranks=2, window=2, operations="2,1", losses=2, attempts=1),
     "refused-lost-again": RecoveryScope(ranks=2, window=1, operations="1", losses=2, attempts=2, refusals=1),
     "three-died-streamed": RecoveryScope(ranks=3, window=2, operations="2", deaths=1),
+}
+
+# The agreement on the next members after a loss (agreement.py), searched by `make test`.
+AGREEMENT_QUICK = {
+    # Two deaths at any moments: of leaders between accept and decide, of members that have passed the step.
+    "members-two-deaths": AgreementScope(deaths=2, rounds=3),
+    "members-two-deaths-on-one-host": AgreementScope(deaths=2, one_host=True),
+    "members-not-all-voted": AgreementScope(deaths=1, voted=2),
+    # A death while a newcomer joins.
+    "members-newcomer": AgreementScope(deaths=1, newcomer=True),
+    # A network cut into halves.
+    "members-halves": AgreementScope(members=4, cut=2, rounds=1),
+    "members-halves-and-a-death": AgreementScope(members=4, cut=2, deaths=1, rounds=1),
+    # A member that lives is decided out, and comes late.
+    "members-late": AgreementScope(members=2, deaths=1, suspicions=1, one_host=True, newcomer=True),
+}
+
+# Searched by `make model-check`, after those above.
+AGREEMENT_LARGE = {
+    "members-late-of-three": AgreementScope(deaths=1, suspicions=1),
+    "members-late-of-three-on-one-host": AgreementScope(deaths=1, suspicions=1, one_host=True, newcomer=True),
+    "members-late-replies": AgreementScope(
+        members=2, deaths=1, suspicions=1, one_host=True, newcomer=True, late_replies=True
+    ),
+    "members-four-two-deaths": AgreementScope(members=4, deaths=2, rounds=1),
+    "members-four-halves-and-a-death": AgreementScope(members=4, cut=2, deaths=1),
+    "members-three-rounds": AgreementScope(deaths=2, rounds=4),
 }

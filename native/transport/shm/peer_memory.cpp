@@ -10,13 +10,17 @@
 namespace netfold::transport {
 
 PeerMemory::PeerMemory(int size)
-    : page_(Mapping::anonymous(static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))),
+    : page_(std::make_shared<Mapping>(Mapping::anonymous(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))))),
       peers_(static_cast<std::size_t>(size)) {
-  if (!page_) throw_errno("map a page");
-  if (madvise(page_.data(), page_.bytes(), MADV_WIPEONFORK) != 0 ||
-      getrandom(page_.data(), sizeof(Mark), 0) != static_cast<ssize_t>(sizeof(Mark))) {
+  if (!*page_) throw_errno("map a page");
+  if (madvise(page_->data(), page_->bytes(), MADV_WIPEONFORK) != 0 ||
+      getrandom(page_->data(), sizeof(Mark), 0) != static_cast<ssize_t>(sizeof(Mark))) {
     throw_errno("mark this process's memory");
   }
+}
+
+PeerMemory::PeerMemory(const PeerMemory& whole, const std::vector<int>& positions) : page_(whole.page_) {
+  for (const int position : positions) peers_.push_back(whole.peers_.at(static_cast<std::size_t>(position)));
 }
 
 PeerMemory::ProbeResult PeerMemory::probe(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark) {

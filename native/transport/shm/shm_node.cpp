@@ -1,10 +1,24 @@
+#include <fcntl.h>
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <string>
 
 namespace netfold::transport {
+namespace {
+
+struct flock lock_of(int position) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = position;
+  lock.l_len = 1;
+  return lock;
+}
+
+}  // namespace
 
 ShmNode::Layout::Layout(int size) {
   const auto count = static_cast<std::size_t>(size);
@@ -42,6 +56,17 @@ ShmNode::ShmNode(int self, std::vector<int> ranks, Fd memory, Fd socket, std::st
   for (int position = 0; position < size(); ++position) {
     fd_exchange_.add(rank(position), control_messages(self_, position), control_messages(position, self_));
   }
+  // Locks belong to an open file, and all ranks were passed the same one.
+  lock_ = ProcessFd(Fd(::open(("/proc/self/fd/" + std::to_string(memory.get())).c_str(), O_RDWR | O_CLOEXEC)));
+  struct flock lock = lock_of(self_);
+  if (lock_ && ::fcntl(lock_.get(), F_OFD_SETLK, &lock) == 0) own().has_lock.store(1, std::memory_order_release);
+}
+
+std::optional<bool> ShmNode::has_ended(int position) {
+  if (!lock_ || segment(position).has_lock.load(std::memory_order_acquire) == 0) return std::nullopt;
+  struct flock lock = lock_of(position);
+  if (::fcntl(lock_.get(), F_OFD_GETLK, &lock) != 0) return std::nullopt;
+  return lock.l_type == F_UNLCK;
 }
 
 std::byte* ShmNode::bounce(int position) {
@@ -56,9 +81,20 @@ void ShmNode::publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) 
 }
 
 void ShmNode::ring_doorbell() {
-  // Pairs with the fence of prepare_sleep: one of the two fences comes first. If this one does, the sleeper's last
-  // check, after its fence, sees the counter that was stored before this fence. Else `wake` below sees the sleeper's
-  // `asleep`.
+  // Pairs with the fence of await(position): one of the two fences comes first. If this one does, the sleeper's last
+  // check, after its fence, sees the counter that was stored before this fence. Else this rank sees the sleeper's bit.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int first = 0; first < size(); first += 64) {
+    std::atomic<std::uint64_t>& sleepers = own().sleepers[first / 64];
+    if (sleepers.load(std::memory_order_relaxed) == 0) continue;
+    for (std::uint64_t waking = sleepers.exchange(0); waking != 0; waking &= waking - 1) {
+      wake(first + std::countr_zero(waking));
+    }
+  }
+}
+
+void ShmNode::ring_all_doorbells() {
+  // Pairs with the fence of prepare_sleep.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int first = 0; first < size(); first += 64) {
     std::uint64_t sleeping = asleep(first).load(std::memory_order_relaxed);
@@ -82,8 +118,15 @@ void ShmNode::prepare_sleep() {
   for (int position = 0; position < size(); ++position) awaits(self_, position).store(0, std::memory_order_relaxed);
   sleep_prepared_ = true;
   asleep(self_).fetch_or(asleep_bit(self_), std::memory_order_relaxed);
-  // Pairs with the fence of ring_doorbell(): this rank's last check, after the fence, sees the published counter, or
-  // the publisher sees `asleep`.
+  // Pairs with the fence of ring_all_doorbells: this rank's last check, after the fence, sees what the ringing rank stored
+  // before, or that rank sees `asleep`.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void ShmNode::await(int position) {
+  // Stored after `asleep`, which `wake` reads after this bit.
+  segment(position).sleepers[self_ / 64].fetch_or(asleep_bit(self_));
+  // Pairs with the fence of ring_doorbell().
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
@@ -143,7 +186,7 @@ void ShmNode::leave(Left how, int fault_rank, const std::string& reason, std::ui
   segment.reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof segment.reason));
   std::memcpy(segment.reason, reason.data(), segment.reason_bytes);
   segment.left.store(how, std::memory_order_release);
-  ring_doorbell();
+  ring_all_doorbells();
 }
 
 }  // namespace netfold::transport

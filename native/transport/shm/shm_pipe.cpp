@@ -97,14 +97,13 @@ void ShmPipe::publish_read() {
 bool ShmPipe::is_gone() {
   if (++quiet_calls_ < kQuietCalls) return false;
   quiet_calls_ = 0;
-  return connection_->hung_up();
+  return connection_->was_connected() && connection_->hung_up();
 }
 
 void ShmPipe::wait_for(short events, std::vector<pollfd>& fds) const {
   node_.await(position_, events);
   quiet_calls_ = kQuietCalls;
-  if (!connection_->was_connected()) connection_->hung_up();  // makes it, since only its end shows the peer's
-  connection_->wait_for(POLLRDHUP, fds);
+  if (connection_->was_connected()) connection_->wait_for(POLLRDHUP, fds);
 }
 
 }  // namespace netfold::transport

@@ -60,6 +60,7 @@ void ResumableSocket::adopt(Fd socket, const auth::StreamSecrets& secrets) {
   const int fd = socket_.get();
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) throw_errno("set non-blocking");
+  used_ns_ = now_ns();
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);
@@ -77,6 +78,7 @@ Pipe::Io ResumableSocket::send(std::span<const iovec> pieces) {
   if (resumable_) buffer_for_retransmit(IovecCursor(pieces), static_cast<std::size_t>(sent));
   sent_ += static_cast<std::uint64_t>(sent);
   written_ = sent_;
+  used_ns_ = now_ns();
   return {.bytes = static_cast<std::size_t>(sent)};
 }
 
@@ -93,6 +95,7 @@ Pipe::Io ResumableSocket::send_records(std::span<const iovec> pieces) {
       buffer_for_retransmit(start, bytes);  // may find that the socket broke
     }
     taken += bytes;
+    used_ns_ = now_ns();
     sent_ += bytes;
     written_ = sent_;
   }
@@ -115,6 +118,7 @@ Pipe::Io ResumableSocket::receive(std::span<const iovec> pieces) {
   if (state_ == State::broken || !accepted()) return {};
   const auto result = read_socket(pieces);
   received_ += result.bytes;
+  if (result.bytes > 0) used_ns_ = now_ns();
   return result.end == RecordStream::End::none ? Pipe::Io{.bytes = result.bytes} : handle_end(result);
 }
 
@@ -337,6 +341,11 @@ bool ResumableSocket::hung_up() {
     disconnect();
   }
   return state_ == State::lost;
+}
+
+std::int64_t ResumableSocket::idle_since_ns() {
+  const bool is_idle = resumable_ && state_ == State::up && accepted() && !has_unsent() && unconfirmed() == 0;
+  return is_idle && unread_from_ == unread_.size() ? used_ns_ : -1;
 }
 
 std::size_t ResumableSocket::unconfirmed() const {

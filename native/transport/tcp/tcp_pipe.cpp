@@ -5,7 +5,7 @@
 namespace netfold::transport {
 
 TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets, bool resumable,
-                 std::function<void(int rail)> on_broken)
+                 std::function<void(int rail, bool is_first)> on_broken)
     : reported_(sockets.size(), kNone),
       on_broken_(std::move(on_broken)),
       has_records_(secrets.at(0).security != auth::Security::none) {
@@ -53,7 +53,7 @@ Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& posit
 void TcpPipe::report_broken(std::size_t rail) {
   if (!rails_[rail].is_broken() || reported_[rail] == rails_[rail].reconnects()) return;
   reported_[rail] = rails_[rail].reconnects();
-  on_broken_(static_cast<int>(rail));
+  on_broken_(static_cast<int>(rail), rails_[rail].is_unused());
 }
 
 void TcpPipe::wait_for(short events, std::vector<pollfd>& fds) const {

@@ -50,6 +50,11 @@ def interface_of(host: str) -> str:
     return host
 
 
+def encoded(host: str) -> bytes:
+    """A host's name for a look-up. For a name as text, Python imports Unicode's tables, which take 1.5 MB."""
+    return host.encode() if host.isascii() else host.encode("idna")
+
+
 def _routed(options: Options, store_host: str | None) -> str:
     towards = store_host
     if towards is None and options.switch is not None:
@@ -57,7 +62,7 @@ def _routed(options: Options, store_host: str | None) -> str:
     if towards is None:
         return "127.0.0.1"
     try:
-        family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(encoded(towards), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing, only asks the routing table
             return str(probe.getsockname()[0])

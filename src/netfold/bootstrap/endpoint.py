@@ -9,6 +9,8 @@ communicator is closed. A member asks its neighbours in the new group's start-up
              formed        it was in that group already
              failed        text: why it gave up; rank: the rank at fault, or -1
              other         text: what it does instead; includes: whether its other group waits for the asking member
+
+Requests of other types go to the handlers that are registered for them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,8 @@ class Endpoint:
     def __init__(self, handle: Handle, listener: Listener, interfaces: Interfaces) -> None:
         """listener: acquired by the caller, whose reference this takes over."""
         self.handle, self.listener, self.interfaces = handle, listener, interfaces
+        # Of further requests, by type. They run on threads of the listener, a few at once, and must not wait.
+        self.handlers: dict[str, Callable[[Message], Message]] = {}
         self._attempts: OrderedDict[str, _Attempt] = OrderedDict()
         self._lock = threading.Lock()
         self._owners = 1
@@ -117,6 +121,8 @@ class Endpoint:
         release_listener(self.listener)
 
     def _answer(self, _: int, request: Message) -> tuple[Message, Any]:
+        if request["type"] in self.handlers:
+            return self.handlers[request["type"]](request), None
         uuid, digest, identity = request["uuid"], request["digest"], request["identity"]
         with self._lock:
             attempt = self._attempts.get(uuid)
@@ -135,19 +141,22 @@ class Endpoint:
         return {"type": "idle"}, None
 
 
-class Asking:
-    """Asks one other member's endpoint, again and again. For one thread."""
+class Caller:
+    """Sends requests to one other member's endpoint. For one thread at a time."""
 
-    def __init__(self, member: Handle, interfaces: Interfaces, uuid: str, digest: str, identity: bytes) -> None:
+    def __init__(self, member: Handle, own: Endpoint) -> None:
+        """own: of the member that sends, at whose listener the requests are sent."""
         self._secret, self._security = member.secret, SECURITIES.index(member.security)
-        self._peer_addresses = PeerAddresses(interfaces, [member.endpoints()])
-        self._request = {"type": "reconfigure", "uuid": uuid, "digest": digest, "identity": identity}
+        self._listener, self._peer_addresses = own.listener, PeerAddresses(own.interfaces, [member.endpoints()])
 
-    def ask(self, timeout_s: float) -> Message:
-        """Raises RendezvousError where the member is gone; OSError or EOFError where it did not answer."""
+    def call(self, request: Message, timeout_s: float) -> Message:
+        """Send a request and return the reply. The reply `ended` comes from a member that was closed.
+
+        Raises RendezvousError where the member is gone; OSError or EOFError where it did not answer.
+        """
         hello = Hello(CALL, handshake.token_of(self._secret), 1, 0, 2, security=self._security)
-        stream = rendezvous.connect(self._peer_addresses, hello, self._secret, time.monotonic() + timeout_s)
-        with stream:
+        connect = rendezvous.connect(self._peer_addresses, hello, self._secret, time.monotonic() + timeout_s)
+        with self._listener.run(connect) as stream:
             stream.settimeout(timeout_s)
-            control_messages.send(stream, self._request)
+            control_messages.send(stream, request)
             return control_messages.receive(stream)

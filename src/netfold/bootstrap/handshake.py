@@ -3,7 +3,7 @@
     initiator  hello: magic, purpose, group's token, from, to, size, lane, rail, security, nonce
     acceptor   + nonce, proof        or -: that group and rank are not registered here
     initiator  proof
-    acceptor   +
+    acceptor   +                     or -: the acceptor does not want this connection
 
 The token names the group and is no secret. The proofs show that each end knows the group's secret. They cover the
 hello, both nonces and the side that sends the proof, so a proof cannot be replayed or reflected. Where the security is
@@ -19,14 +19,15 @@ import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import NamedTuple
 
 from netfold._native import auth
 from netfold.bootstrap.secure_stream import Secrets, Session
 from netfold.options import SECURITIES
-from netfold.switch_protocol.control_messages import receive_exactly
 
-JOIN, CALL = 1, 2  # the purpose of a connection: a lane of the mesh; a request to a running group
+# The purpose of a connection: of a starting group; a request to a running group; of a running group, at its first use.
+JOIN, CALL, FIRST = 1, 2, 3
 
 _MAGIC = b"netfold4"
 _HELLO = struct.Struct(">8sB16sIIIBBB32s")
@@ -56,37 +57,45 @@ class WrongSecretError(Exception):
     """The listener does not know the group's secret."""
 
 
+class RefusedError(ConnectionError):
+    """The listener knows the group, and does not want this connection."""
+
+
 def token_of(secret: bytes) -> bytes:
     return hashlib.sha256(b"netfold listener" + secret).digest()[:16]
 
 
-def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
-    """Run the connecting side, blocking under the socket's timeout. Returns None where the security is none.
+async def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
+    """Run the connecting side, on a non-blocking socket. Returns None where the security is none.
 
-    EOFError or OSError if the peer goes away.
+    Raises GroupNotFoundError, WrongSecretError, RefusedError; EOFError or OSError if the peer goes away.
     """
+    loop = asyncio.get_running_loop()
+    receive = partial(loop.sock_recv, stream)
     request = _HELLO.pack(_MAGIC, *hello, secrets.token_bytes(_NONCE_BYTES))
-    stream.sendall(request)
-    if receive_exactly(stream, 1) != _YES:
+    await loop.sock_sendall(stream, request)
+    if await _exactly(receive, 1) != _YES:
         raise GroupNotFoundError
-    nonce = receive_exactly(stream, _NONCE_BYTES)
-    if not hmac.compare_digest(receive_exactly(stream, _PROOF_BYTES), _proof(secret, b"accept", request, nonce)):
+    nonce = await _exactly(receive, _NONCE_BYTES)
+    if not hmac.compare_digest(await _exactly(receive, _PROOF_BYTES), _proof(secret, b"accept", request, nonce)):
         raise WrongSecretError
-    stream.sendall(_proof(secret, b"initiate", request, nonce))
-    if receive_exactly(stream, 1) != _YES:  # the peer may have given this connection up
-        raise GroupNotFoundError
+    await loop.sock_sendall(stream, _proof(secret, b"initiate", request, nonce))
+    if await _exactly(receive, 1) != _YES:
+        raise RefusedError
     return _session(secret, request, nonce, hello.security, own=b"initiate", peer=b"accept")
 
 
 async def accept(
-    stream: socket.socket, secret_of: Callable[[Hello], bytes | None]
+    stream: socket.socket, secret_of: Callable[[Hello], bytes | None], admits: Callable[[Hello], bool]
 ) -> tuple[Hello, Session | None] | None:
-    """Run the accepting side, on a non-blocking socket. Returns None for an unauthenticated peer.
+    """Run the accepting side, on a non-blocking socket. Returns None for an unauthenticated or refused peer.
 
     secret_of: the secret of the group that a hello names; None where there is no such group.
+    admits: whether a peer that has proved that it is in the group may connect.
     """
     loop = asyncio.get_running_loop()
-    request = await _exactly(lambda count: loop.sock_recv(stream, count), _HELLO.size)
+    receive = partial(loop.sock_recv, stream)
+    request = await _exactly(receive, _HELLO.size)
     magic, *fields, _ = _HELLO.unpack(request)
     if magic != _MAGIC:
         return None
@@ -97,8 +106,11 @@ async def accept(
         return None
     nonce = secrets.token_bytes(_NONCE_BYTES)
     await loop.sock_sendall(stream, _YES + nonce + _proof(secret, b"accept", request, nonce))
-    proof = await _exactly(lambda count: loop.sock_recv(stream, count), _PROOF_BYTES)
+    proof = await _exactly(receive, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"initiate", request, nonce)):
+        return None
+    if not admits(hello):
+        await loop.sock_sendall(stream, _NO)
         return None
     await loop.sock_sendall(stream, _YES)
     return hello, _session(secret, request, nonce, hello.security, own=b"accept", peer=b"initiate")
@@ -136,4 +148,4 @@ def _session(secret: bytes, request: bytes, nonce: bytes, security: int, *, own:
 
 
 def _proof(secret: bytes, side: bytes, request: bytes, nonce: bytes) -> bytes:
-    return hmac.new(secret, side + request + nonce, hashlib.sha256).digest()
+    return hmac.digest(secret, side + request + nonce, "sha256")

@@ -1,22 +1,25 @@
 """One listening port per process: other ranks connect to it to form a group, to reconnect, and to send requests.
 
-A thread with an asyncio loop accepts connections as long as a group is registered. Every peer is authenticated before
-any other byte is read (handshake.py). Handshakes run side by side, each with its own timeout, so that an
-unauthenticated peer delays nobody. The last _MAX_REMEMBERED groups that ended are remembered with the reason: a rank
-that asks for such a group gets the reason instead of a closed port.
+A thread with an asyncio loop accepts connections as long as a group is registered, and makes this process's own
+connections to other listeners (`Listener.run`). Every peer is authenticated before any other byte is read
+(handshake.py). Handshakes run side by side, each with its own timeout, so that an unauthenticated peer delays nobody.
+The last _MAX_REMEMBERED groups that ended are remembered with the reason: a rank that asks for such a group gets the
+reason instead of a closed port.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
 import os
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from netfold.bootstrap import handshake
 from netfold.bootstrap.handshake import Hello
@@ -25,12 +28,15 @@ from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import format_endpoint
 
-# How long an unauthenticated peer can keep a connection open.
-HANDSHAKE_TIMEOUT_S = 5.0
+# How long an unauthenticated peer can keep a connection open. On a crowded host a rank takes seconds to reply.
+HANDSHAKE_TIMEOUT_S = 20.0
 _RETRY_S = 0.05
 _MAX_CONNECTIONS = 4096  # more are closed at once
+# First connections that this process makes at once. More wait, and their time has not begun.
+_MAX_CONNECTING = 64
 _MAX_REMEMBERED = 256
 
+Result = TypeVar("Result")
 ConnectionKey = tuple[int, int, int]  # peer, lane, rail
 # As native groups report it: kind, the rank at fault (-1: not known), and a sentence.
 Failure = tuple[int, int, str]
@@ -38,6 +44,22 @@ Failure = tuple[int, int, str]
 RequestHandler = Callable[
     [int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]
 ]
+
+
+class Receiver(Protocol):
+    """Takes the connections of a group that runs. All calls are on the listener's thread."""
+
+    def admit(self, key: ConnectionKey) -> bool:
+        """Whether a peer that has proved who it is may connect. `take` or `miss` follows."""
+        ...
+
+    def take(self, key: ConnectionKey, stream: socket.socket) -> None:
+        """Takes ownership of an admitted connection."""
+        ...
+
+    def miss(self, key: ConnectionKey) -> None:
+        """The admitted connection was lost before it was complete."""
+        ...
 
 
 @dataclass
@@ -52,13 +74,23 @@ class RegisteredGroup:
     security: int = 0  # index into SECURITIES, for every connection
     # Handles a request from a rank of the group, on a thread of its own. Set once the group runs.
     handler: RequestHandler | None = None
+    # Set once the group runs.
+    receiver: Receiver | None = None
+    listener: Listener | None = None
     accepted: dict[ConnectionKey, socket.socket] = field(default_factory=dict)
+    # First connections of ranks whose group runs already, until this one runs.
+    early: dict[ConnectionKey, socket.socket] = field(default_factory=dict)
     duplicate: int | None = None  # a rank that connected twice as the same lane and rail
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def key(self) -> tuple[bytes, int]:
         return handshake.token_of(self.secret), self.rank
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """As Listener.run, at the listener where this group is registered."""
+        assert self.listener is not None
+        return self.listener.run(work)
 
     def add_connection(self, key: ConnectionKey, stream: socket.socket) -> None:
         with self.changed:
@@ -72,9 +104,10 @@ class RegisteredGroup:
     def close_connections(self) -> None:
         """Close the connections that were not given to a native group."""
         with self.changed:
-            for stream in self.accepted.values():
+            for stream in (*self.accepted.values(), *self.early.values()):
                 stream.close()
             self.accepted.clear()
+            self.early.clear()
 
     def accepts(self, hello: Hello) -> bool:
         if hello.security != self.security:
@@ -83,7 +116,8 @@ class RegisteredGroup:
             return False
         if hello.purpose == handshake.CALL:
             return True
-        return hello.purpose == handshake.JOIN and hello.lane < self.lanes and hello.rail < self.rails
+        is_of_mesh = hello.purpose in (handshake.JOIN, handshake.FIRST)
+        return is_of_mesh and hello.lane < self.lanes and hello.rail < self.rails
 
 
 class Listener:
@@ -97,11 +131,35 @@ class Listener:
         self._registered_groups: dict[tuple[bytes, int], RegisteredGroup] = {}
         self._remembered: OrderedDict[tuple[bytes, int], RegisteredGroup] = OrderedDict()
         self._connections = 0
+        self.connecting = asyncio.Semaphore(_MAX_CONNECTING)
+        self._closed, self._close_lock = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="netfold listener", daemon=True)
         self._thread.start()
 
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run on the listener's thread, and wait for the result. Raises as `work` does; OSError once it is closed."""
+        with self._close_lock:
+            if self._closed:
+                work.close()
+                raise OSError("this rank's listener was closed")
+            # Before the stop that `close` requests, which cancels all that has begun.
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise OSError("this rank's listener was closed") from None
+        finally:
+            future.cancel()  # where the waiting thread was interrupted
+
+    def call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call on the listener's thread, without waiting; not at all once the listener is closed."""
+        with self._close_lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(call, *arguments)
+
     def register(self, registered_group: RegisteredGroup) -> None:
+        registered_group.listener = self
         self._registered_groups[registered_group.key] = registered_group
 
     def deregister(
@@ -121,11 +179,14 @@ class Listener:
             return
         reply = {"type": "ended", "failure": failure, "calls": calls, "expired": expired}
         registered_group.handler = lambda _, __: (reply, None)
+        registered_group.receiver = None
         self._remembered[registered_group.key] = registered_group
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
     def close(self) -> None:
+        with self._close_lock:
+            self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.close_sockets()
@@ -163,9 +224,27 @@ class Listener:
 
     async def _receive(self, stream: socket.socket) -> None:
         kept = False
+        receiver: Receiver | None = None  # that has admitted this connection
+        key: ConnectionKey = (-1, 0, 0)
+
+        def admits(hello: Hello) -> bool:
+            nonlocal receiver, key
+            registered_group = self._find(hello)
+            if registered_group is None or hello.purpose != handshake.FIRST or registered_group.receiver is None:
+                return registered_group is not None
+            key = hello.initiator, hello.lane, hello.rail
+            if not registered_group.receiver.admit(key):
+                return False
+            receiver = registered_group.receiver
+            return True
+
+        task = asyncio.current_task()
+        assert task is not None
+        limit = self._loop.call_later(HANDSHAKE_TIMEOUT_S, task.cancel)  # cheaper than wait_for
         try:
             stream.setblocking(False)
-            accepted = await asyncio.wait_for(handshake.accept(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
+            accepted = await handshake.accept(stream, self._secret_of, admits)
+            limit.cancel()
             if accepted is None:
                 return
             hello, session = accepted
@@ -173,9 +252,22 @@ class Listener:
             registered_group = self._find(hello)
             if registered_group is None:
                 return
-            if hello.purpose == handshake.JOIN:
+            key = hello.initiator, hello.lane, hello.rail
+            if hello.purpose == handshake.FIRST and receiver is None:
+                if registered_group.receiver is None:
+                    kept = key not in registered_group.early
+                    if kept:
+                        registered_group.early[key] = stream
+                    return
+                if not registered_group.receiver.admit(key):  # the group began to run in between
+                    return
+                receiver = registered_group.receiver
+            if receiver is not None:
                 kept = True
-                registered_group.add_connection((hello.initiator, hello.lane, hello.rail), stream)
+                receiver.take(key, stream)
+            elif hello.purpose == handshake.JOIN:
+                kept = True
+                registered_group.add_connection(key, stream)
             elif registered_group.handler is not None:
                 await self._loop.run_in_executor(
                     None, _handle_request, stream, registered_group.handler, hello.initiator
@@ -183,9 +275,12 @@ class Listener:
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control_messages.ProtocolError):
             pass  # an unauthenticated peer, or a rank that gave up and may come again
         finally:
+            limit.cancel()
             self._connections -= 1
             if not kept:
                 stream.close()
+                if receiver is not None:
+                    receiver.miss(key)
 
     def _find(self, hello: Hello) -> RegisteredGroup | None:
         key = (hello.token, hello.target)

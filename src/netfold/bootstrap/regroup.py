@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold.bootstrap import handle, rendezvous
-from netfold.bootstrap.endpoint import Asking, Endpoint
+from netfold.bootstrap.endpoint import Caller, Endpoint
 from netfold.bootstrap.handle import Handle
 from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
-from netfold.bootstrap.tree import StartTree, place_of
+from netfold.bootstrap.tree import SocketLinks, StartTree, place_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import ProtocolError
@@ -77,11 +77,12 @@ def connect_members(
         published=[(list(member.addresses), member.host) for member in members],
     )
     hosts = rendezvous.hosts_of([member.host for member in members])
-    tree = StartTree(rank, place_of(rank, hosts), {}, deadline)
+    links = SocketLinks({})
+    tree = StartTree(rank, place_of(rank, hosts), links, deadline)
     endpoint.begin(proposal.uuid, proposal.digest, members)
     try:
         with _searches(proposal, endpoint, registered_group, peer_addresses, tree, deadline) as searches:
-            _await_neighbours(proposal, registered_group, tree, searches, deadline)
+            _await_neighbours(proposal, registered_group, tree, links, searches, deadline)
         proposed = tree.broadcast(lambda: rendezvous.propose(options, len(members)), "the members learned the job")
         job = rendezvous.accept(proposed, rank, len(members), options, proposal.secret)
     except BaseException as error:
@@ -105,13 +106,19 @@ class _Search:
         self, group: RegisteredGroup, peer_addresses: PeerAddresses, ended: threading.Event, deadline: float
     ) -> None:
         endpoint, proposal = self._endpoint, self._proposal
-        asking = Asking(self._member, endpoint.interfaces, proposal.uuid, proposal.digest, endpoint.handle.identity)
+        caller = Caller(self._member, endpoint)
+        request = {
+            "type": "reconfigure",
+            "uuid": proposal.uuid,
+            "digest": proposal.digest,
+            "identity": endpoint.handle.identity,
+        }
         pause_s = _FIRST_PAUSE_S if self._is_parent else _CHILD_PAUSE_S
         if not self._is_parent and ended.wait(pause_s):
             return
         while not ended.is_set() and not self._is_connected(group):
             try:
-                reply = asking.ask(min(_ASK_TIMEOUT_S, max(0.01, deadline - time.monotonic())))
+                reply = caller.call(request, min(_ASK_TIMEOUT_S, max(0.01, deadline - time.monotonic())))
             except RendezvousError:
                 self._give_up(group, "is gone: nobody answers for it at its address any more")
             except (OSError, EOFError, ProtocolError) as error:
@@ -187,7 +194,7 @@ def _searches(
     finally:
         ended.set()
         for thread in threads:
-            # A thread in `ask` ends within its timeout, and touches nothing that ends before it.
+            # A thread in `call` ends within its timeout, and touches nothing that ends before it.
             thread.join(0.01)
 
 
@@ -195,6 +202,7 @@ def _await_neighbours(
     proposal: Proposal,
     group: RegisteredGroup,
     tree: StartTree,
+    links: SocketLinks,
     searches: dict[int, _Search],
     deadline: float,
 ) -> None:
@@ -207,7 +215,7 @@ def _await_neighbours(
                 group.changed.wait(_CHECK_S)
             streams = {peer: group.accepted[peer, 0, 0] for peer in arrived}
         for peer, stream in streams.items():
-            tree.add(peer, stream)
+            links.add(peer, stream)
         missing -= arrived
         tree.check(_DOING)
         if missing and time.monotonic() > deadline:

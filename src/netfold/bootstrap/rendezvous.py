@@ -7,6 +7,7 @@ have proved that they know the job's secret (handshake.py). Rank 0 draws the sec
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -24,8 +25,8 @@ from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
-from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tree import Place, StartTree, place_of
+from netfold.bootstrap.store import PrefixStore, Store, release
+from netfold.bootstrap.tree import Place, SocketLinks, StartTree, places_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
@@ -35,6 +36,8 @@ _RETRY_S = 0.05
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
 # How long one of several addresses of a rank is tried. Once connected, its handshake is awaited until the deadline.
 _TRY_S = 1.0
+# With more ranks, each closes its connection to the store once it needs none: rank 0 would have one for each of them.
+_KEEPS_STORE = 32
 # Longest wait for the token of the process that has a rank: it is there unless that process died just then.
 _OWNER_TIMEOUT_S = 5.0
 _IP_BIND_ADDRESS_NO_PORT = 24
@@ -248,11 +251,12 @@ def connect_tree(
     """
     group = registered_group
     rank, size = group.rank, group.size
-    at = [format_endpoint(name, listener.port) for name in interfaces.hosts]
-    store.set(_address(rank), json.dumps({"at": at, "rails": group.rails, "fabric": fabric, "host": host}).encode())
+    publish_address(store, group, [format_endpoint(name, listener.port) for name in interfaces.hosts], fabric, host)
     peer_addresses = PeerAddresses(interfaces, [[] for _ in range(size)])
     published = _publish_places(store, group, fabric, deadline) if rank == 0 else None
     place, parent_at = _read_place(store, group, deadline)
+    if size > _KEEPS_STORE:
+        release(store)
     neighbours: set[int] = set(place.children)
     try:
         if place.parent is not None:
@@ -260,11 +264,13 @@ def connect_tree(
             peer_addresses.endpoints[place.parent] = _parsed(place.parent, parent_at)
             join(group, peer_addresses, place.parent, deadline)
         _await_connections(group, {(child, 0, 0) for child in place.children}, deadline)
-        tree = StartTree(rank, place, _first_streams(group), deadline)
+        tree = StartTree(rank, place, SocketLinks(_first_streams(group)), deadline)
         everyone = tree.broadcast(lambda: published, "the ranks learned each other's addresses")
     except BaseException as error:
         reason = _explain_absence(error, group, neighbours, peer_addresses)
-        StartTree(rank, place, _first_streams(group), deadline).fail(str(reason), getattr(reason, "rank", None))
+        StartTree(rank, place, SocketLinks(_first_streams(group)), deadline).fail(
+            str(reason), getattr(reason, "rank", None)
+        )
         raise reason from None
     assert everyone is not None
     peer_addresses.published = [(list(addresses), identity) for addresses, identity in everyone]
@@ -285,10 +291,21 @@ def connect_others(group: RegisteredGroup, peer_addresses: PeerAddresses, deadli
         raise _explain_absence(error, group, missing, peer_addresses) from None
 
 
+def connected(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> socket.socket:
+    """The connection to a rank, which is made where there is none. Both ranks call this."""
+    try:
+        if (peer, 0, 0) not in group.accepted and peer < group.rank:
+            join(group, peer_addresses, peer, deadline)
+        _await_connections(group, {(peer, 0, 0)}, deadline)
+    except BaseException as error:
+        raise _explain_absence(error, group, {peer}, peer_addresses) from None
+    return group.accepted[peer, 0, 0]
+
+
 def join(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> None:
     """Connect to the listener of a rank of the starting group."""
     hello = Hello(JOIN, handshake.token_of(group.secret), group.rank, peer, group.size, security=group.security)
-    group.add_connection((peer, 0, 0), connect(peer_addresses, hello, group.secret, deadline))
+    group.add_connection((peer, 0, 0), group.run(connect(peer_addresses, hello, group.secret, deadline)))
 
 
 def _first_streams(group: RegisteredGroup) -> dict[int, socket.socket]:
@@ -310,6 +327,12 @@ def _explain_absence(
         f"NETFOLD_PORTS)?{tried}",
         rank=absent[0] if absent else None,
     )
+
+
+def publish_address(store: Store, group: RegisteredGroup, at: Sequence[str], fabric: str | None, host: str) -> None:
+    """Tell rank 0 where this rank listens. host: as of `connect_tree`."""
+    published = {"at": at, "rails": group.rails, "fabric": fabric, "host": host}
+    store.set(_address(group.rank), json.dumps(published).encode())
 
 
 def publish_failure(store: Store, rank: int, size: int, why: str) -> None:
@@ -348,7 +371,9 @@ def _publish_places(
     try:
         for peer in range(group.size):
             published = json.loads(store.get(_address(peer), _left(deadline)))
-            _check_fit(published, group, peer, fabric)
+            if "gave_up" in published:
+                raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
+            check_fit(published, peer, group.rank, group.rails, fabric)
             found.append((published["at"], published["host"]))
     except (TimeoutError, RendezvousError) as error:
         refusal: dict[str, Any] = {"absent": _absent(store, group)}
@@ -357,11 +382,9 @@ def _publish_places(
         _publish_refusal(store, group.size, refusal)
         raise _refused(refusal, group) from None
     hosts = hosts_of([identity for _, identity in found])
-    for ranks in hosts:
-        for rank in ranks:
-            place = place_of(rank, hosts)
-            parent_at = [] if place.parent is None else found[place.parent][0]
-            store.set(_place(rank), json.dumps([place, parent_at]).encode())
+    for rank, place in places_of(hosts):
+        parent_at = [] if place.parent is None else found[place.parent][0]
+        store.set(_place(rank), json.dumps([place, parent_at]).encode())
     return found
 
 
@@ -410,18 +433,17 @@ def _has(store: Store, key: str) -> bool:
     return True
 
 
-def _check_fit(published: dict[str, Any], group: RegisteredGroup, peer: int, fabric: str | None) -> None:
-    if "gave_up" in published:
-        raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
+def check_fit(published: dict[str, Any], peer: int, rank: int, rails: int, fabric: str | None) -> None:
+    """RendezvousError where the published fabric and rails of `peer` are not those of this rank."""
     if published["fabric"] != fabric:
         raise RendezvousError(
-            f"rank {peer} is to go over {_describe_transport(published['fabric'])}, rank {group.rank} over "
+            f"rank {peer} is to go over {_describe_transport(published['fabric'])}, rank {rank} over "
             f"{_describe_transport(fabric)}: every rank needs the same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
-    if published["rails"] != group.rails:
+    if published["rails"] != rails:
         raise RendezvousError(
-            f"rank {peer} names {published['rails']} interfaces, rank {group.rank} {group.rails}: every rank needs as "
+            f"rank {peer} names {published['rails']} interfaces, rank {rank} {rails}: every rank needs as "
             "many (NETFOLD_INTERFACE)",
             rank=peer,
         )
@@ -447,10 +469,11 @@ def _await_connections(group: RegisteredGroup, keys: set[ConnectionKey], deadlin
         )
 
 
-def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
-    """An authenticated connection to a rank's listener, over the first of its addresses that works.
+async def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
+    """An authenticated connection to a rank's listener, over the first of its addresses that works; non-blocking.
 
-    Raises RendezvousError if nothing listens there any more, or another process does; TimeoutError at the deadline.
+    Raises RendezvousError if nothing listens there any more, or another process does; TimeoutError at the deadline;
+    handshake.RefusedError.
     """
     peer, rail = hello.target, hello.rail
     while True:
@@ -459,7 +482,7 @@ def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline
         for host, port in peer_addresses.candidates(peer, rail):
             where = format_endpoint(host, port)
             try:
-                stream = _try(peer_addresses, hello, secret, (host, port), deadline)
+                stream = await _try(peer_addresses, hello, secret, (host, port), deadline)
             except ConnectionRefusedError:
                 final += 1
                 errors.append(f"rank {peer} is not listening on {where} any more; it died or gave up")
@@ -474,6 +497,8 @@ def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline
                 )
             except TimeoutError:
                 errors.append(f"rank {peer} did not answer at {where} in time")
+            except handshake.RefusedError:
+                raise
             except (EOFError, ConnectionError):
                 # The peer timed out, or is gone. The next try shows which.
                 errors.append(f"rank {peer} at {where} closed the connection while it was made")
@@ -492,29 +517,43 @@ def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline
         if time.monotonic() > deadline:
             peer_addresses.record_failures(errors)
             raise TimeoutError("; ".join(errors))
-        time.sleep(_RETRY_S)
+        await asyncio.sleep(_RETRY_S)
 
 
-def _try(
+async def _try(
     peer_addresses: PeerAddresses, hello: Hello, secret: bytes, endpoint: tuple[str, int], deadline: float
 ) -> socket.socket:
     alone = len(peer_addresses.candidates(hello.target, hello.rail)) == 1
     timeout_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
     stream = socket.socket(socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        stream.settimeout(timeout_s)
+        stream.setblocking(False)
         source = peer_addresses.source(hello.rail)
         if source is not None:
             # A port at `connect`, where it need be free for this peer only: else a host runs out of ports.
             stream.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
             stream.bind(source)
-        stream.connect(endpoint)
+        await _connect_socket(stream, endpoint, timeout_s)
         # A busy peer replies late: wait until the deadline.
-        stream.settimeout(_left(deadline))
-        return secure_stream(stream, handshake.initiate(stream, hello, secret))
+        left_s = _left(deadline)
+        session = await asyncio.wait_for(handshake.initiate(stream, hello, secret), left_s)
+        return secure_stream(stream, session)
+    except asyncio.TimeoutError:
+        stream.close()
+        raise TimeoutError from None
     except BaseException:
         stream.close()
         raise
+
+
+async def _connect_socket(stream: socket.socket, endpoint: tuple[str, int], timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(stream, endpoint), timeout_s)
+    except OSError as error:
+        # asyncio's own text names a call and not the reason.
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno)) from None
 
 
 def _left(deadline: float) -> float:

@@ -16,7 +16,6 @@ import array
 import contextlib
 import ctypes
 import fcntl
-import hashlib
 import hmac
 import os
 import socket
@@ -152,16 +151,13 @@ def form_node(own: NodeSocket, candidates: Sequence[int], exchange: Exchange) ->
     found = exchange.all_gather(unreached.to_bytes((len(candidates) + 7) // 8, "little"))
     nodes = _divide(candidates, [int.from_bytes(each, "little") for each in found])
     members = next(node for node in nodes if rank in node)
-    bytes_ = engine.node_bytes(len(members))
     memory: int | None = None
     try:
         if rank == members[0] and len(members) > 1:
-            memory = _make_memory(bytes_)
-            for peer in members[1:]:
-                own.send_memory(peer, memory)
+            memory = give_memory(own, members)
         exchange.all_gather(None)  # every node's memory has been sent
         if rank != members[0]:
-            memory = own.receive_memory(bytes_)
+            memory = take_memory(own, members)
         has_memory = dict(zip(candidates, exchange.all_gather(memory is not None), strict=True))
         leader = {peer: node[0] if has_memory[peer] else peer for node in nodes for peer in node}
         leaders = tuple(leader[peer] for peer in candidates)
@@ -173,6 +169,20 @@ def form_node(own: NodeSocket, candidates: Sequence[int], exchange: Exchange) ->
     finally:
         if memory is not None:
             os.close(memory)
+
+
+def give_memory(own: NodeSocket, members: Sequence[int]) -> int:
+    """Make the memory of a node, and send it to all other members, which have their sockets. The caller owns it."""
+    memory = _make_memory(engine.node_bytes(len(members)))
+    for peer in members:
+        if peer != own.rank:
+            own.send_memory(peer, memory)
+    return memory
+
+
+def take_memory(own: NodeSocket, members: Sequence[int]) -> int | None:
+    """The memory that the first member gave; None where it did not arrive. The caller owns it."""
+    return own.receive_memory(engine.node_bytes(len(members)))
 
 
 def _divide(candidates: Sequence[int], unreached: Sequence[int]) -> list[list[int]]:
@@ -205,7 +215,7 @@ def _make_memory(bytes_: int) -> int:
 
 
 def _derive(secret: bytes, purpose: bytes) -> bytes:
-    return hmac.new(secret, b"netfold " + purpose, hashlib.sha256).digest()[:_TOKEN_BYTES]
+    return hmac.digest(secret, b"netfold " + purpose, "sha256")[:_TOKEN_BYTES]
 
 
 def _pass_only(receiver: socket.socket, token: bytes) -> None:

@@ -22,6 +22,11 @@ class Store(Protocol):
         ...
 
 
+def release(store: Store) -> None:
+    """Close a store's connections that no request uses; the next request makes one again. Nothing for other stores."""
+    getattr(store, "release", lambda: None)()
+
+
 class PrefixStore:
     """The keys of another store that begin with a prefix."""
 
@@ -37,6 +42,9 @@ class PrefixStore:
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(self._prefix + key, amount)
+
+    def release(self) -> None:
+        release(self._store)
 
 
 class FileStore:

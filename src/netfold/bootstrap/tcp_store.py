@@ -1,4 +1,4 @@
-"""A store that rank 0 serves over TCP, for ranks that share no folder and have no torch.
+"""A store that rank 0 or `netfold store` serves over TCP, for ranks that share no folder and have no torch.
 
 Like torch's TCPStore it is plaintext and authenticates nobody: it protects the job's secret only from hosts that cannot
 reach the port. (The standard library's managers unpickle what unauthenticated peers send; key-value stores on PyPI need
@@ -14,6 +14,7 @@ a server of their own.) Requests and replies are bounded messages of `netfold.sw
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -21,22 +22,26 @@ import threading
 import time
 from typing import Any
 
+from netfold.bootstrap.addresses import encoded
 from netfold.bootstrap.open_files import allow_open_files
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 
 # How many ports are tried from the given one on: another program, often torch's store, may use the first.
 PORTS = 8
-# Connections of one store, a thread each: one a rank, and one more for each concurrent request. More are closed.
+# Connections of one store: one a rank, and one more for each concurrent request. More are closed.
 MAX_CONNECTIONS = 8192
 # All values together. An address and a job's description are below 1 KB per rank.
 MAX_BYTES = 64 << 20
 # Bound of a counter's absolute value: what control messages can carry.
 MAX_COUNT = 1 << 62
+# The job of a store of `netfold store`, which serves one run of one job and outlives its ranks.
+OUTLIVING = "netfold store"
 _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 2.0
 # The server replies to a get at its timeout; the client waits so much longer.
 _GRACE_S = 5.0
+_NOT_SET = {"type": "no", "reason": "not set in time"}
 
 
 _process_stores: dict[tuple[int, str, int, str, int], TcpStore] = {}
@@ -58,95 +63,93 @@ def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float
     return found
 
 
-class TcpStoreServer:
-    """Serves until closed, with one thread a connection: threads are few and mostly sleep."""
+def outliving_store(endpoint: str, timeout_s: float) -> TcpStore:
+    """The store that `netfold store` serves. ValueError for no endpoint; RendezvousError where none answers in time."""
+    host, port = control_messages.parse_endpoint(endpoint, what="NETFOLD_STORE")
+    return TcpStore(host, port, OUTLIVING, serve=False, timeout_s=timeout_s, advice="does `netfold store` run there?")
 
-    def __init__(self, host: str, port: int, job: str) -> None:
-        """Listen on the first free port from `port` on. RendezvousError if none of `PORTS` is free."""
-        self._job = job
+
+class TcpStoreServer:
+    """Serves until closed, on one thread: requests are short, and a `get` that waits is an entry of a table."""
+
+    def __init__(self, host: str, port: int, job: str, *, variable: str = "MASTER_PORT") -> None:
+        """Listen on the first free port from `port` on; port 0: any. RendezvousError if none of `PORTS` is free.
+
+        variable: what names the port, for errors.
+        """
+        self.job = job
+        self.connections: set[_Connection] = set()
         self._values: dict[str, bytes] = {}
         self._counters: dict[str, int] = {}
         self._bytes = 0
-        self._changed = threading.Condition()
-        self._closed = False
-        self._connections: set[socket.socket] = set()
+        self._waiting: dict[str, set[_Connection]] = {}
+        self._closed, self._close_lock = False, threading.Lock()
         allow_open_files(MAX_CONNECTIONS)
         # A name may resolve to loopback on this host and to a network address elsewhere: then listen on all addresses.
         bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
-        self._listener, self.port = _listen(bind_to, port)
-        threading.Thread(target=self._accept, name="netfold store", daemon=True).start()
+        self._listener, self.port = _listen(bind_to, port, variable)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="netfold store", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """End every connection. Waiting gets fail. Idempotent."""
-        with self._changed:
+        with self._close_lock:
+            if self._closed:
+                return
             self._closed = True
-            self._changed.notify_all()
-            connections = list(self._connections)
-        _shut(self._listener)
-        for stream in connections:
-            _shut(stream)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                stream, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(_RETRY_S)  # out of descriptors: clients wait until some are free
-                continue
-            with self._changed:
-                if self._closed or len(self._connections) >= MAX_CONNECTIONS:
-                    stream.close()
-                    continue
-                self._connections.add(stream)
-            threading.Thread(target=self._serve, args=(stream,), name="netfold store", daemon=True).start()
+    def _run(self) -> None:
+        # Out of descriptors: clients wait until some are free.
+        self._loop.set_exception_handler(lambda _, __: None)
+        server = self._loop.run_until_complete(
+            self._loop.create_server(lambda: _Connection(self, self._loop), sock=self._listener)
+        )
+        self._loop.run_forever()
+        server.close()
+        for connection in list(self.connections):
+            connection.close()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
 
-    def _serve(self, stream: socket.socket) -> None:
-        try:
-            # How long an unauthenticated peer that sends nothing occupies a thread.
-            stream.settimeout(_HELLO_TIMEOUT_S)
-            hello = control_messages.receive(stream)
-            if hello["type"] != "hello" or hello.get("job") != self._job:
-                return control_messages.send(stream, {"type": "no", "reason": "this is the store of another job"})
-            control_messages.send(stream, {"type": "ok", "value": None})
-            stream.settimeout(None)
-            while True:
-                control_messages.send(stream, self._reply(control_messages.receive(stream)))
-        except (EOFError, OSError, ValueError, KeyError, TypeError):
-            pass  # the client left, or is not a client of this store
-        finally:
-            with self._changed:
-                self._connections.discard(stream)
-            stream.close()
-
-    def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """The reply; None for a `get` of a key that is not set. Raises as a malformed request makes it."""
         key = str(request["key"])
-        with self._changed:
-            if request["type"] == "set":
-                value = request["value"]
-                if not isinstance(value, bytes):
-                    raise ValueError("a value is bytes")
-                self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
-                self._values[key] = value
-                self._changed.notify_all()
-                return {"type": "ok", "value": None}
-            if request["type"] == "add":
-                amount = request["amount"]
-                if not isinstance(amount, int) or abs(total := self._counters.get(key, 0) + amount) > MAX_COUNT:
-                    raise ValueError("an amount is a whole number, and a counter bounded")
-                self._grow(0 if key in self._counters else len(key))
-                self._counters[key] = total
-                return {"type": "ok", "value": total}
-            if request["type"] == "get":
-                timeout_s = request["timeout_s"]
-                if not isinstance(timeout_s, (int, float)) or not timeout_s <= threading.TIMEOUT_MAX:
-                    raise ValueError("a timeout is a number of seconds that can be waited for")
-                self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s)
-                if key in self._values:
-                    return {"type": "ok", "value": self._values[key]}
-                return {"type": "no", "reason": "not set in time"}
+        if request["type"] == "set":
+            value = request["value"]
+            if not isinstance(value, bytes):
+                raise ValueError("a value is bytes")
+            self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
+            self._values[key] = value
+            for connection in self._waiting.pop(key, ()):
+                connection.wake({"type": "ok", "value": value})
+            return {"type": "ok", "value": None}
+        if request["type"] == "add":
+            amount = request["amount"]
+            if not isinstance(amount, int) or abs(total := self._counters.get(key, 0) + amount) > MAX_COUNT:
+                raise ValueError("an amount is a whole number, and a counter bounded")
+            self._grow(0 if key in self._counters else len(key))
+            self._counters[key] = total
+            return {"type": "ok", "value": total}
+        if request["type"] == "get":
+            timeout_s = request["timeout_s"]
+            if not isinstance(timeout_s, (int, float)) or not timeout_s <= threading.TIMEOUT_MAX:
+                raise ValueError("a timeout is a number of seconds that can be waited for")
+            return {"type": "ok", "value": self._values[key]} if key in self._values else None
         raise ValueError(f"no request {request['type']!r}")
+
+    def wait(self, connection: _Connection, key: str) -> None:
+        """Call the connection's `wake` once the key is set."""
+        self._waiting.setdefault(key, set()).add(connection)
+
+    def forget(self, connection: _Connection, key: str) -> None:
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.discard(connection)
+            if not waiting:
+                del self._waiting[key]
 
     def _grow(self, by: int) -> None:
         if self._bytes + by > MAX_BYTES:
@@ -154,21 +157,93 @@ class TcpStoreServer:
         self._bytes += by
 
 
+class _Connection(asyncio.Protocol):
+    """A client's connection, for one request at a time."""
+
+    def __init__(self, server: TcpStoreServer, loop: asyncio.AbstractEventLoop) -> None:
+        self._server, self._loop = server, loop
+        self._transport: Any = None
+        self._received = bytearray()
+        self._knows_job = False
+        self._key = ""  # of the get that waits
+        self._timer: asyncio.TimerHandle | None = None  # of the hello, or of that get
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        if len(self._server.connections) >= MAX_CONNECTIONS:
+            return self.close()
+        self._server.connections.add(self)
+        # How long an unauthenticated peer that sends nothing occupies a connection.
+        self._timer = self._loop.call_later(_HELLO_TIMEOUT_S, self.close)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._server.connections.discard(self)
+        self._stop_waiting()
+
+    def close(self) -> None:
+        self._server.connections.discard(self)
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        try:
+            while self._timer is None or not self._knows_job:
+                message = control_messages.take(self._received)
+                if message is None:
+                    return
+                self._handle(message)
+        except (ValueError, KeyError, TypeError):
+            self.close()  # not a client of this store
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if not self._knows_job:
+            self._stop_waiting()
+            if message["type"] != "hello" or message.get("job") != self._server.job:
+                self._send({"type": "no", "reason": "this is the store of another job"})
+                raise ValueError("no client of this job")
+            self._knows_job = True
+            return self._send({"type": "ok", "value": None})
+        reply = self._server.reply(message)
+        if reply is None and message["timeout_s"] > 0:
+            self._key = str(message["key"])
+            self._timer = self._loop.call_later(message["timeout_s"], self.wake, _NOT_SET)
+            return self._server.wait(self, self._key)
+        self._send(_NOT_SET if reply is None else reply)
+
+    def wake(self, reply: dict[str, Any]) -> None:
+        """Reply to the get that waits."""
+        self._stop_waiting()
+        self._send(reply)
+        self.data_received(b"")
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._server.forget(self, self._key)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._transport.write(control_messages.encode(message))
+
+
 class TcpStore:
-    """A rank's end of rank 0's store: a `Store`.
+    """A rank's end of a store that another process serves, or this one: a `Store`.
 
     Thread-safe: each request under way has its own connection, so a waiting `get` does not delay another thread's
     `set`.
     """
 
-    def __init__(self, host: str, port: int, job: str, *, serve: bool, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, job: str, *, serve: bool, timeout_s: float, advice: str | None = None
+    ) -> None:
         """Connect to this job's store on the first of `PORTS` ports from `port` on that has it. serve: at rank 0.
 
+        advice: the end of errors, where the store is not rank 0's.
         Raises RendezvousError if there is none in time.
         """
         self._lock = threading.Lock()
         self._server = TcpStoreServer(host, port, job) if serve else None
-        self._host, self._job, self._closed = host, job, False
+        self._host, self._job, self._closed, self._advice = host, job, False, advice
         # All connections, and those that no request uses. As many as the most requests at once.
         self._streams: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
@@ -192,6 +267,14 @@ class TcpStore:
 
     def add(self, key: str, amount: int) -> int:
         return int(self._request({"type": "add", "key": key, "amount": amount}, _GRACE_S)["value"])
+
+    def release(self) -> None:
+        """Close the connections that no request uses. The next request makes one again."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            self._streams.difference_update(idle)
+        for stream in idle:
+            stream.close()
 
     def close(self) -> None:
         """Close the connections; on rank 0 this ends the store. Idempotent."""
@@ -220,9 +303,11 @@ class TcpStore:
                     self._streams.discard(stream)
                 stream.close()
             raise RendezvousError(
-                f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
+                f"the store at {self._host} does not answer any more ({error}); {self._advice}"
+                if self._advice
+                else f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
                 "Communicator?",
-                rank=0,
+                rank=None if self._advice else 0,
             ) from None
 
     def _idle_connection(self) -> socket.socket:
@@ -236,7 +321,8 @@ class TcpStore:
 
     def _open(self, port: int, timeout_s: float) -> socket.socket:
         """A new connection to this job's store. OSError where another program, or another job's store, listens."""
-        stream = socket.create_connection((self._host, port), timeout=timeout_s)
+        # The type stubs know a host only as text.
+        stream = socket.create_connection((encoded(self._host), port), timeout=timeout_s)  # type: ignore[arg-type]
         with self._lock:
             self._streams.add(stream)
         try:
@@ -269,27 +355,29 @@ class TcpStore:
             time.sleep(_RETRY_S)
         raise RendezvousError(
             f"no store of this job at {self._host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s "
-            f"({failure}); did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?",
-            rank=0,
+            f"({failure}); "
+            + (self._advice or "did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?"),
+            rank=None if self._advice else 0,
         )
 
 
-def _listen(host: str, port: int) -> tuple[socket.socket, int]:
+def _listen(host: str, port: int, variable: str) -> tuple[socket.socket, int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     error: OSError | None = None
-    for candidate in range(port, port + PORTS):
+    for candidate in range(port, port + PORTS) if port else (0,):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, candidate))
             listener.listen(MAX_CONNECTIONS)
+            listener.setblocking(False)
             return listener, listener.getsockname()[1]
         except OSError as refused:
             listener.close()
             error = refused
     raise RendezvousError(
-        f"rank 0 cannot listen on {host or 'any address'}, ports {port} to {port + PORTS - 1} ({error}); set another "
-        "MASTER_PORT",
+        f"{'rank 0' if variable == 'MASTER_PORT' else 'this process'} cannot listen on {host or 'any address'}, ports "
+        f"{port} to {port + PORTS - 1} ({error}); set another {variable}",
         rank=0,
     )
 

@@ -2,9 +2,11 @@
 
 The ranks of a host are a tree below the host's first rank, its leader, and the leaders are a tree below rank 0. So a
 rank has few connections, and few messages pass between hosts. A rank connects to its parent, which has a lower number.
-The connections later carry collectives like any other.
+The connections later carry collectives like any other. A group of ranks that are in a group already needs none: its
+tree goes over the messages of that group (communicator/message_links.py).
 
-Every exchange is a gather up the tree and a broadcast down it. Frames on a connection:
+Every exchange is a gather up the tree and a broadcast down it. A rank's steps in it are generators without I/O, which
+`StartTree` runs over sockets (and bench/start_simulation.py in virtual time). Frames on a connection:
 
     length (4 bytes), kind (1 byte), msgpack
     kind V   a value, or the values of a subtree by rank
@@ -18,9 +20,9 @@ import select
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgpack
 
@@ -30,10 +32,11 @@ from netfold.switch_protocol.control_messages import receive_exactly
 FAN_OUT = 8
 # A rank's value in an exchange of P ranks takes up to 1/P of it. At 60,000 ranks 4 KB are left for each.
 MAX_FRAME_BYTES = 1 << 28
-_FRAME = struct.Struct(">Ic")
+FRAME = struct.Struct(">Ic")
 _VALUE, _FAILURE = b"V", b"F"
 # A rank waits so much longer than those below it, whose error then names the rank that is late.
 _GRACE_S = 0.3
+_FAIL_S = 1.0
 # Between two calls of a provider's progress, while this rank waits.
 _PROGRESS_S = 0.0005
 
@@ -61,15 +64,26 @@ class Place(NamedTuple):
 def place_of(rank: int, hosts: Sequence[Sequence[int]]) -> Place:
     """hosts: the ranks of each host, ascending; the hosts in the order of their first ranks."""
     number = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+    return _place(number, hosts[number].index(rank), hosts, max(map(len, hosts)))
+
+
+def places_of(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Place]]:
+    """Every rank with its place. hosts: as of `place_of`."""
+    largest = max(map(len, hosts))
+    for number, ranks in enumerate(hosts):
+        for at, rank in enumerate(ranks):
+            yield rank, _place(number, at, hosts, largest)
+
+
+def _place(number: int, at: int, hosts: Sequence[Sequence[int]], largest: int) -> Place:
+    """Of the rank at a position of a host. largest: the most ranks of a host."""
     ranks = hosts[number]
-    at = ranks.index(rank)
     below = tuple(ranks[child] for child in _children(at, len(ranks)))
     height = _height(at, len(ranks))
     if at > 0:
         return Place(ranks[_parent(at)], False, below, (), height)
     leaders = tuple(hosts[child][0] for child in _children(number, len(hosts)))
     parent = hosts[_parent(number)][0] if number > 0 else None
-    largest = max(map(len, hosts))
     return Place(parent, True, below, leaders, max(height, _height(number, len(hosts)) + _height(0, largest)))
 
 
@@ -86,14 +100,90 @@ def _height(at: int, count: int) -> int:
     return 1 + _height(below[0], count) if below else 0
 
 
-class StartTree:
-    """This rank's end of the tree. For one thread. Raises RendezvousError that names the rank at fault."""
+class Send(NamedTuple):
+    """Send a value to each of these neighbours."""
 
-    def __init__(self, rank: int, place: Place, streams: dict[int, socket.socket], deadline: float) -> None:
-        """streams: a connection to each neighbour. The tree does not close them."""
-        self.rank, self.place, self.streams = rank, place, streams
-        self._deadline = deadline
-        self._received: dict[int, deque[Any]] = {}
+    peers: tuple[int, ...]
+    value: Any
+
+
+class Receive(NamedTuple):
+    """Wait for a neighbour's value, which is the result of this step."""
+
+    peer: int
+
+
+Steps = Generator[Send | Receive, Any, Value]
+
+
+def gather_steps(
+    rank: int,
+    value: Any,
+    children: Sequence[int],
+    parent: int | None,
+    *,
+    elsewhere: Sequence[int] = (),
+    host_is_here: Callable[[], None] | None = None,
+) -> Steps[dict[int, Any]]:
+    """One rank's steps to gather the values of all ranks above and below it, by rank.
+
+    elsewhere: more children, whose values are received after those of `children`, with `host_is_here` in between.
+    """
+    values = {rank: value}
+    for child in children:
+        values |= yield Receive(child)
+    if host_is_here is not None:
+        host_is_here()
+    for child in elsewhere:
+        values |= yield Receive(child)
+    if parent is not None:
+        yield Send((parent,), values)
+        values = yield Receive(parent)
+    yield Send((*elsewhere, *children), values)
+    return values
+
+
+def broadcast_steps(place: Place, make: Callable[[], Value]) -> Steps[Value]:
+    """One rank's steps to send or receive what `make` gives at rank 0."""
+    value = (yield Receive(place.parent)) if place.parent is not None else make()
+    yield Send(place.children, value)
+    result: Value = value
+    return result
+
+
+class LinkError(Exception):
+    """A neighbour has left, or sent what is no frame."""
+
+    def __init__(self, peer: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.peer = peer
+
+
+class Links(Protocol):
+    """The ways to a rank's neighbours in the tree. Frames of one neighbour arrive in the order of sending."""
+
+    def send(self, peer: int, kind: bytes, body: bytes, timeout_s: float) -> None:
+        """Raises OSError."""
+
+    def expect(self, peer: int) -> None:
+        """The next frame of this neighbour is awaited from here on. Frames that nobody expects may stay unread."""
+
+    def receive(self, wait_s: float, timeout_s: float) -> Iterator[tuple[int, bytes, bytes]]:
+        """Sender, kind and body of frames that have arrived; wait_s: how long to wait for the first.
+
+        timeout_s: by then a frame that has begun must be whole. Raises LinkError.
+        """
+
+    def close(self) -> None:
+        """The tree is not needed any more. Connections stay open."""
+
+
+class SocketLinks:
+    """A connection to each neighbour."""
+
+    def __init__(self, streams: dict[int, socket.socket]) -> None:
+        """streams: by rank. They stay the caller's."""
+        self.streams: dict[int, socket.socket] = {}
         self._readable = select.poll()
         self._peers: dict[int, int] = {}
         for peer, stream in streams.items():
@@ -102,23 +192,68 @@ class StartTree:
     def add(self, peer: int, stream: socket.socket) -> None:
         """A neighbour's connection, where it was made after this object."""
         self.streams[peer] = stream
-        self._received[peer] = deque()
+        # Else a frame waits for the acknowledgement of the one before, which kernels delay by 40 ms.
+        with contextlib.suppress(OSError):  # not TCP
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peers[stream.fileno()] = peer
         self._readable.register(stream.fileno(), select.POLLIN)
+
+    def send(self, peer: int, kind: bytes, body: bytes, timeout_s: float) -> None:
+        stream = self.streams[peer]
+        stream.settimeout(timeout_s)
+        stream.sendall(FRAME.pack(len(body), kind) + body)
+
+    def expect(self, peer: int) -> None: ...
+
+    def receive(self, wait_s: float, timeout_s: float) -> Iterator[tuple[int, bytes, bytes]]:
+        for number, _ in self._readable.poll(wait_s * 1000):
+            peer = self._peers[number]
+            stream = self.streams[peer]
+            try:
+                stream.settimeout(timeout_s)
+                length, kind = FRAME.unpack(receive_exactly(stream, FRAME.size))
+                check_length(length)
+                body = receive_exactly(stream, length)
+            except (OSError, EOFError) as error:
+                raise LinkError(peer, error) from None
+            yield peer, kind, body
+
+    def close(self) -> None: ...
+
+
+def check_length(length: int) -> None:
+    """ConnectionError for a frame beyond the bound."""
+    if length > MAX_FRAME_BYTES:
+        raise ConnectionError(f"it sent a frame of {length} bytes; the bound is {MAX_FRAME_BYTES}")
+
+
+class StartTree:
+    """This rank's end of the tree. For one thread. Raises RendezvousError that names the rank at fault."""
+
+    def __init__(self, rank: int, place: Place, links: Links, deadline: float) -> None:
+        self.rank, self.place, self.links = rank, place, links
+        self._deadline = deadline
+        self._received: dict[int, deque[Any]] = defaultdict(deque)
 
     def check(self, what: str) -> None:
         """Raise the failure of a neighbour that has one, or that left. Does not wait."""
         self._look(0, what)
 
-    def all_gather(self, value: Any, what: str, *, grace_s: float = 0.0) -> list[Any]:
+    def all_gather(
+        self, value: Any, what: str, *, grace_s: float = 0.0, host_is_here: Callable[[], None] | None = None
+    ) -> list[Any]:
         """Every rank's value, by rank.
 
         what: what the ranks do, for errors.
         grace_s: added to the deadline, where a rank may need all the time to find its value.
+        host_is_here: called at the leader of each host, once all ranks of the host have called, and before any of them
+        gets the values.
         """
         self._deadline += grace_s
         try:
-            return self._exchange(value, self.place.children, self.place.parent, what)
+            place = self.place
+            here = host_is_here if place.leads else None
+            return self._exchange(value, place.own_host, place.parent, what, place.other_hosts, here)
         finally:
             self._deadline -= grace_s
 
@@ -132,43 +267,61 @@ class StartTree:
 
         meanwhile: called every _PROGRESS_S where this rank waits for the value.
         """
-        parent = self.place.parent
-        value = self._receive(parent, what, meanwhile) if parent is not None else make()
-        for child in self.place.children:
-            self._send(child, value, what)
-        result: Value = value
-        return result
+        return self._run(broadcast_steps(self.place, make), what, meanwhile)
 
     def fail(self, text: str, at_fault: int | None) -> None:
         """Tell the other ranks why this one does not go on."""
         failure = msgpack.packb([text, -1 if at_fault is None else at_fault])
-        for stream in self.streams.values():
-            with contextlib.suppress(OSError):
-                stream.settimeout(1.0)
-                stream.sendall(_FRAME.pack(len(failure), _FAILURE) + failure)
+        place = self.place
+        for peer in place.children if place.parent is None else (place.parent, *place.children):
+            with contextlib.suppress(OSError, RendezvousError, KeyError):  # a neighbour that is not connected, or left
+                self.links.send(peer, _FAILURE, failure, _FAIL_S)
 
-    def _exchange(self, value: Any, children: Sequence[int], parent: int | None, what: str) -> list[Any]:
-        values = {self.rank: value}
-        for child in children:
-            values |= self._receive(child, what)
-        if parent is not None:
-            self._send(parent, values, what)
-            values = self._receive(parent, what)
-        for child in children:
-            self._send(child, values, what)
+    def close(self) -> None:
+        """End the tree. The connections stay open."""
+        self.links.close()
+
+    def _exchange(
+        self,
+        value: Any,
+        children: Sequence[int],
+        parent: int | None,
+        what: str,
+        elsewhere: Sequence[int] = (),
+        host_is_here: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        for child in (*children, *elsewhere):
+            self._expect(child)
+        steps = gather_steps(self.rank, value, children, parent, elsewhere=elsewhere, host_is_here=host_is_here)
+        values = self._run(steps, what)
         return [values[rank] for rank in sorted(values)]
 
-    def _send(self, peer: int, value: Any, what: str) -> None:
-        frame = msgpack.packb(value)
-        stream = self.streams[peer]
-        try:
-            stream.settimeout(max(0.001, self._deadline - time.monotonic()))
-            stream.sendall(_FRAME.pack(len(frame), _VALUE) + frame)
-        except OSError as error:
-            self._look(0, what)  # the peer may have sent its reason
-            raise self._left(peer, what, error) from None
+    def _run(self, steps: Steps[Value], what: str, meanwhile: Callable[[], None] | None = None) -> Value:
+        received: Any = None
+        while True:
+            try:
+                step = steps.send(received)
+            except StopIteration as end:
+                result: Value = end.value
+                return result
+            received = None
+            if isinstance(step, Receive):
+                received = self._receive(step.peer, what, meanwhile)
+            else:
+                self._send(step, what)
+
+    def _send(self, step: Send, what: str) -> None:
+        # Encoded once: the addresses of 60,000 ranks are 4 MB, and a leader has 16 children.
+        body = msgpack.packb(step.value)
+        for peer in step.peers:
+            try:
+                self.links.send(peer, _VALUE, body, max(0.001, self._deadline - time.monotonic()))
+            except OSError as error:
+                self._look(0, what)  # the peer may have sent its reason
+                raise self._left(peer, what, error) from None
 
     def _receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> Any:
+        self._expect(peer)
         levels = self.place.height if peer != self.place.parent else self.place.height + 10
         while not self._received[peer]:
             left_s = self._deadline + levels * _GRACE_S - time.monotonic()
@@ -179,23 +332,24 @@ class StartTree:
             self._look(left_s if meanwhile is None else _PROGRESS_S, what)
         return self._received[peer].popleft()
 
+    def _expect(self, peer: int) -> None:
+        if not self._received[peer]:
+            self.links.expect(peer)
+
     def _look(self, wait_s: float, what: str) -> None:
         """Receive from every neighbour that has sent something: any of them may have failed."""
-        for number, _ in self._readable.poll(wait_s * 1000):
-            peer = self._peers[number]
-            stream = self.streams[peer]
-            try:
-                stream.settimeout(max(1.0, self._deadline - time.monotonic()))
-                length, kind = _FRAME.unpack(receive_exactly(stream, _FRAME.size))
-                if length > MAX_FRAME_BYTES:
-                    raise ConnectionError(f"it sent a frame of {length} bytes; the bound is {MAX_FRAME_BYTES}")
-                value = msgpack.unpackb(receive_exactly(stream, length), strict_map_key=False)
-            except (OSError, EOFError, ValueError) as error:
-                raise self._left(peer, what, error) from None
-            if kind == _FAILURE:
-                text, at_fault = value
-                raise RendezvousError(text, rank=None if at_fault < 0 else at_fault)
-            self._received[peer].append(value)
+        try:
+            for peer, kind, body in self.links.receive(wait_s, max(1.0, self._deadline - time.monotonic())):
+                try:
+                    value = msgpack.unpackb(body, strict_map_key=False)
+                except ValueError as error:
+                    raise LinkError(peer, error) from None
+                if kind == _FAILURE:
+                    text, at_fault = value
+                    raise RendezvousError(text, rank=None if at_fault < 0 else at_fault)
+                self._received[peer].append(value)
+        except LinkError as error:
+            raise self._left(error.peer, what, error) from None
 
     def _left(self, peer: int, what: str, error: Exception) -> RendezvousError:
         return RendezvousError(

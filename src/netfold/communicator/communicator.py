@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from netfold.bootstrap import launchers
-from netfold.bootstrap.store import PrefixStore, Store
+from netfold.bootstrap.endpoint import Endpoint
+from netfold.bootstrap.store import Store
 from netfold.bootstrap.tcp_store import process_store
 from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
-from netfold.communicator.meeting import HandleMeeting
+from netfold.communicator.parent_meeting import ParentMeeting
 from netfold.communicator.reconfigure import Generations, no_group
 from netfold.options import Options
 
@@ -42,7 +43,7 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        store: Store | HandleMeeting,
+        store: Store | ParentMeeting,
         rank: int,
         size: int,
         *,
@@ -51,7 +52,7 @@ class Communicator(Collectives):
         join_timeout_s: float = 60.0,
         store_host: str | None = None,
     ) -> None:
-        """Connect to the other ranks through `store`; see `Group`."""
+        """Connect to the other ranks through `store`, or as ranks of a group (`split`); see `Group`."""
         group = Group(
             store,
             rank,
@@ -61,22 +62,19 @@ class Communicator(Collectives):
             join_timeout_s=join_timeout_s,
             store_host=store_host,
         )
-        self._begin(Generations.of(group, join_timeout_s), options, timeout_s, join_timeout_s, store_host)
+        self._begin(Generations.of(group, join_timeout_s), timeout_s, join_timeout_s, store_host)
 
     def _begin(
         self,
         generations: Generations,
-        options: Options | None,
         timeout_s: float,
         join_timeout_s: float,
         store_host: str | None,
     ) -> None:
         self._generations = generations
-        self._options = options
         self._timeout_s = timeout_s
         self._join_timeout_s = join_timeout_s
         self._store_host = store_host
-        self._splits = 0
         self.group = generations.group or no_group(generations)
 
     @classmethod
@@ -94,7 +92,7 @@ class Communicator(Collectives):
         """
         communicator = cls.__new__(cls)
         generations = Generations.outside(options, join_timeout_s, store_host)
-        communicator._begin(generations, options, timeout_s, join_timeout_s, store_host)
+        communicator._begin(generations, timeout_s, join_timeout_s, store_host)
         return communicator
 
     @classmethod
@@ -132,32 +130,32 @@ class Communicator(Collectives):
         """Make a new group of the ranks that gave the same color, ordered by key, then by rank here.
 
         Every rank of this group calls. A rank with the color None joins no new group, and gets None.
-        options: default to this group's.
-        Cost: an all_gather of 16 bytes, then the start-up of a group.
+        options: default to this group's. With other ones the new group finds out anew which ranks share memory, and
+        how fast its links are.
+        Cost: an all_gather of 16 bytes, then a message up a tree of the members, and two down.
+        Raises RendezvousError if a member fails, or this group does.
         """
         absent = np.iinfo(np.int64).min
         everyone = self.all_gather(np.array([absent if color is None else color, key], np.int64))
-        self._splits += 1
         if color is None:
             return None
-        members = sorted((int(k), rank) for rank, (c, k) in enumerate(everyone) if c == color)
+        members = np.flatnonzero(everyone[:, 0] == color)
+        ranks = members[np.argsort(everyone[members, 1], kind="stable")].tolist()
+        meeting = self.group.meeting(ranks, store_host=self._store_host)
+        return Communicator(
+            meeting,
+            meeting.rank,
+            meeting.size,
+            options=options or self.group.options,
+            timeout_s=self.group.timeout_s if timeout_s is None else timeout_s,
+            join_timeout_s=self._join_timeout_s,
+            store_host=self._store_host,
+        )
 
-        def join(store: Store | HandleMeeting) -> Communicator:
-            return Communicator(
-                store,
-                members.index((key, self.rank)),
-                len(members),
-                options=options or self._options,
-                timeout_s=self.group.timeout_s if timeout_s is None else timeout_s,
-                join_timeout_s=self._join_timeout_s,
-                store_host=self._store_host,
-            )
-
-        if self.group.store is not None:
-            return join(PrefixStore(self.group.store, f"split/{self._splits}/{color}/"))
-        uuid = f"split {self.group.name} {self._splits} {color}"
-        with self._generations.meeting_beside(uuid, [rank for _, rank in members]) as meeting:
-            return join(meeting)
+    @property
+    def generations(self) -> Generations:
+        """The groups of this rank, one after the other: what `netfold.torch` needs to use the group of now."""
+        return self._generations
 
     @property
     def handle(self) -> str:
@@ -165,28 +163,44 @@ class Communicator(Collectives):
         return self._generations.handle
 
     @property
+    def endpoint(self) -> Endpoint:
+        """This rank's end for requests of other members between and beside groups (bootstrap/endpoint.py)."""
+        return self._generations.endpoint
+
+    @property
     def handles(self) -> tuple[str, ...]:
         """The handles of the ranks of the group; of the last one, where this rank is in none now."""
         return self._generations.handles
 
-    def reconfigure(self, uuid: int | str, handles: Collection[str], *, timeout_s: float | None = None) -> None:
+    def reconfigure(
+        self,
+        uuid: int | str,
+        handles: Collection[str],
+        *,
+        timeout_s: float | None = None,
+        options: Options | None = None,
+    ) -> None:
         """Leave the group, and form the one of these members, without a store. All of them call this.
 
         uuid: names the new group; it must be new on every member's communicator, and the same on all.
         handles: of all members, this rank's too. The rank is the place in a list; a set is sorted first.
         timeout_s: by then all members must have called; default: join_timeout_s.
+        options: of this new group alone; default: this communicator's. Those of the listener and the handle stay:
+        transport, security, secret_file, interface, ports.
         Operations under way fail, on the ranks of the former group that do not call, too: this rank has left it.
         If the group does not form, this rank is in no group; call again with another uuid.
         Cost: the start-up of a group.
 
         Raises ValueError, with the former group untouched, for handles that can form no group: a member named twice,
-        this rank not named, another version, security or secret file. RendezvousError for a uuid that was used before,
-        for a member that died, gave up, forms another group or did not call; its `rank` is the new rank of that member.
+        this rank not named, another version, security or secret file; and for options that this group cannot have.
+        RendezvousError for a uuid that was used before, for a member that died, gave up, forms another group or did not
+        call; its `rank` is the new rank of that member.
         """
         try:
-            self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s)
+            self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s, options)
         finally:
             self.group = self._generations.group or no_group(self._generations)
+        self._options = self.group.options  # for `split`
 
     def shrink(self, gone: Sequence[int], *, uuid: int | str | None = None, timeout_s: float | None = None) -> None:
         """`reconfigure` with the ranks of the group that are not `gone`, in their order. Each of them calls this.

@@ -1,11 +1,15 @@
 """The service of a group's ranks to each other beside operations: make connections, report status.
 
-One thread per process sleeps until the engine has an event. Each event is handled on a thread of its own, through the
-other ranks' listeners:
+One thread per process sleeps until the engine has an event. Each event but the first is handled on a thread of its own,
+through the other ranks' listeners:
 
-    broken   a connection is used that broke, or that was not made yet. The higher of the two ranks connects, and the
-             other one asks for that. Both ends resume where the other stands. The connection is given up, with the
-             reason, if there is no such group any more, if nobody answers, or if no attempt succeeds in time.
+    unused   a connection is used that was not made yet (first_connections.py). Where no first connection comes about,
+             it counts as broken.
+    broken   a connection is used that broke. The higher of the two ranks connects, and the other one asks for that.
+             Both ends resume where the other stands. The connection is given up, with the reason, if there is no such
+             group any more, if nobody answers, or if no attempt succeeds in time.
+    short    a first connection takes one of the last descriptors. The connections that were idle longest are closed at
+             both ends. They are broken, and made again when they are used.
     overdue  an operation waits longer than usual. The awaited ranks, and others, are asked for their status. A rank
              that has failed, or made another call in this one's place, ends the wait at once. A long wait is logged.
 """
@@ -13,9 +17,11 @@ other ranks' listeners:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,9 +33,10 @@ from typing import Any
 from netfold._native import engine
 from netfold.bootstrap import handshake, rendezvous
 from netfold.bootstrap.handshake import CALL, Hello
-from netfold.bootstrap.listener import RegisteredGroup, RequestHandler
+from netfold.bootstrap.listener import ConnectionKey, RegisteredGroup, RequestHandler
 from netfold.bootstrap.rendezvous import PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
+from netfold.communicator.first_connections import FirstConnections
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import Message, format_endpoint
@@ -39,16 +46,19 @@ log = logging.getLogger("netfold")
 # A caller waits for these replies: one that takes longer counts as none.
 QUERY_TIMEOUT_S = 1.0
 _MAX_QUERIES = 16
-# A late rank asks others than those that it waits for, too, so many of them that all late ranks ask this many together.
-_QUERIES_OF_JOB = 64
+# Most ranks of a job are late together, often for the same one, and share their queries: to ranks that they wait for,
+# and to others. In a job of more ranks than the second number, so many of them ask, by chance, one rank of each kind.
+_QUERIES_OF_AWAITED, _QUERIES_OF_OTHERS = 256, 64
 _LOG_FROM_S = 10.0
 _RETRY_S = 0.1
 _LEAST_PAUSE_S = 0.001
 _REQUEST_RECONNECT_S = 2.0
-# A first connection that both ranks of a pair use at about the same time needs no request.
-_REQUEST_CONNECT_AFTER_S = 0.01
 # The least time to make a first connection. `reconnect_s` may be shorter: it is for connections that break.
 _CONNECT_S = 30.0
+# Idle connections are closed where a descriptor's number is beyond the first part of the soft limit, as many as bring
+# the process below the second part. Numbers are given lowest first.
+_SHORT_FROM, _SHORT_TO = 7 / 8, 3 / 4
+_IDLE_LEAST_S = 1.0
 _NEVER = -1  # the number of reconnects of a connection that was not made yet
 _ANY = -2
 _IDLE_NS = 60_000_000_000
@@ -70,8 +80,31 @@ class GroupMonitor:
     # Handlers of further requests of other ranks (recovery.py), by type.
     handlers: dict[str, RequestHandler] = field(default_factory=dict)
     reconnecting: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, former reconnects
+    # Connections that one of their ends closed since they were idle: their reconnect is nothing to warn of.
+    released: set[ConnectionKey] = field(default_factory=set)
     # Set when this rank closes the group: in a tuple of one, the failure before that, or None.
     _failure_at_close: tuple[Any] | None = None
+    first_connections: FirstConnections = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_connections = FirstConnections(
+            self.native,
+            self.registered_group,
+            self.peer_addresses,
+            max(self.reconnect_s, _CONNECT_S),
+            on_made=self._note_first,
+            on_failure=self._give_up_first,
+        )
+
+    def begin(self) -> None:
+        """Serve the other ranks' requests and connections from now on."""
+        self.registered_group.handler = self.handle_request
+        self.on_listener(self.first_connections.begin)
+
+    def on_listener(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call on the listener's thread, without waiting."""
+        assert self.registered_group.listener is not None
+        self.registered_group.listener.call_soon(call, *arguments)
 
     def mark_closed(self) -> Any:
         """This rank closes the group, which is no failure. Returns the failure that there was before, if any."""
@@ -95,7 +128,7 @@ class GroupMonitor:
         group = self.registered_group
         token = handshake.token_of(group.secret)
         hello = Hello(CALL, token, self.rank, peer, group.size, rail=rail, security=group.security)
-        stream = rendezvous.connect(self.peer_addresses, hello, group.secret, time.monotonic() + timeout_s)
+        stream = group.run(rendezvous.connect(self.peer_addresses, hello, group.secret, time.monotonic() + timeout_s))
         try:
             stream.settimeout(timeout_s)
             control_messages.send(stream, message)
@@ -118,6 +151,9 @@ class GroupMonitor:
                 "expired": self.native.expired,
             }, None
         lane, rail = request["lane"], request["rail"]
+        if request["type"] == "release":
+            self.released.add((peer, lane, rail))
+            return {"type": "will_release"}, lambda _: self.native.disconnect(lane, peer, rail, _ANY)
         is_requested = request["type"] == "request_reconnect"
         broken = self.native.disconnect(lane, peer, rail, request["reconnects"] if is_requested else _ANY)
         failure = self.failure
@@ -133,9 +169,27 @@ class GroupMonitor:
             end = os.dup(stream.fileno())
             is_up = self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets)
             if is_up:
-                self._log_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
+                self._note_connected(lane, peer, rail, stream, is_first=broken[1] == _NEVER)
 
         return {"type": "reconnect", "received": broken[0]}, resume
+
+    def release(self, lane: int, peer: int, rail: int) -> None:
+        """Close an idle connection until one of its ends uses it again. Both ends close it, so that no byte is lost."""
+        stream, reply = self.call(peer, rail, {"type": "release", "lane": lane, "rail": rail}, QUERY_TIMEOUT_S)
+        stream.close()
+        if reply["type"] == "will_release":
+            self.released.add((peer, lane, rail))
+            self.native.disconnect(lane, peer, rail, _ANY)
+
+    def _give_up_first(self, key: ConnectionKey, began: float, error: BaseException) -> None:
+        """No first connection came about. The peer's listener is asked for the reason, unless the time is over."""
+        peer, lane, rail = key
+        if isinstance(error, TimeoutError):
+            waited_s = time.monotonic() - began
+            text = f"after {waited_s:.1f} s of trying to connect: no new connection came about ({error})"
+            manager.start_task(partial(self.native.give_up, lane, peer, rail, _NEVER, text))
+        else:
+            manager.start_task(partial(self.reconnect, lane, peer, rail))
 
     def reconnect(self, lane: int, peer: int, rail: int) -> None:
         """Make a connection, or make a broken one again; or give it up."""
@@ -162,12 +216,8 @@ class GroupMonitor:
         limit_s = max(self.reconnect_s, _CONNECT_S) if is_first else self.reconnect_s
         about = {"lane": lane, "rail": rail}
         why = ""
-        if not is_first:
+        if not is_first and (peer, lane, rail) not in self.released:
             log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
-        elif self.rank < peer and self._waits_for_socket(
-            lane, peer, rail, (received, reconnects), began + _REQUEST_CONNECT_AFTER_S
-        ):
-            return
         while time.monotonic() < began + limit_s and not self.ended.is_set():
             left_s = began + limit_s - time.monotonic()
             try:
@@ -188,7 +238,7 @@ class GroupMonitor:
                 else:
                     stream, reply = self.call(peer, rail, {"type": "reconnect", **about, "received": received}, left_s)
                     if reply["type"] == "reconnect":
-                        self._log_connected(lane, peer, rail, stream, is_first=is_first)
+                        self._note_connected(lane, peer, rail, stream, is_first=is_first)
                         secrets = mesh_secrets(stream)
                         fd = stream.detach()
                         self.native.reconnect(lane, peer, rail, reconnects, fd, reply["received"], secrets)
@@ -224,8 +274,15 @@ class GroupMonitor:
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
-    def _log_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
-        level = logging.DEBUG if is_first else logging.WARNING
+    def _note_first(self, key: ConnectionKey, stream: Any) -> None:
+        peer, lane, rail = key
+        self._note_connected(lane, peer, rail, stream, is_first=True)
+
+    def _note_connected(self, lane: int, peer: int, rail: int, stream: Any, *, is_first: bool) -> None:
+        manager.look_at_files(stream.fileno())
+        was_released = (peer, lane, rail) in self.released
+        self.released.discard((peer, lane, rail))
+        level = logging.DEBUG if is_first or was_released else logging.WARNING
         if not log.isEnabledFor(level):
             return
         own, other = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
@@ -268,12 +325,16 @@ class GroupMonitor:
     def check_overdue(self, ranks: list[int], sequence: int, waited_s: float) -> None:
         """An operation waits for `ranks`: end the group if the wait is hopeless, log it if it is long.
 
-        Other ranks are queried too, a random choice of many: the reason may be a failed rank that nobody waits for.
+        Other ranks are queried too: the reason may be a failed rank that nobody waits for. Of many, a random choice.
         """
-        others = [rank for rank in range(self.registered_group.size) if rank != self.rank and rank not in ranks]
-        random.shuffle(others)
-        others = others[: max(1, _QUERIES_OF_JOB // self.registered_group.size)]
-        replies = self.query_status([*ranks[: _MAX_QUERIES - len(others)], *others], sequence)
+        size = self.registered_group.size
+        if random.random() * size > _QUERIES_OF_OTHERS:
+            return
+        known = {self.rank, *ranks}
+        most = min(size - len(known), max(1, _QUERIES_OF_OTHERS // size))
+        others = [rank for rank in random.sample(range(size), most + len(known)) if rank not in known][:most]
+        most = min(len(ranks), max(1, min(_MAX_QUERIES - len(others), _QUERIES_OF_AWAITED // size)))
+        replies = self.query_status([*random.sample(ranks, most), *others], sequence)
         own_call = self.native.recent_call(sequence)
         for rank in ranks:
             # Its connection may not have been made yet: the attempt then ends the wait.
@@ -317,6 +378,7 @@ class _ConnectionManager:
         self._reset()
 
     def _reset(self) -> None:
+        self._releasing = False
         self._lock = threading.Lock()
         self._monitors: dict[int, GroupMonitor] = {}
         self._threads: set[threading.Thread] = set()
@@ -331,13 +393,14 @@ class _ConnectionManager:
             self._monitors[group] = monitor
             if not self._threads and not self._stopping:
                 self._start(self._run)
-        monitor.registered_group.handler = monitor.handle_request
+        monitor.begin()
 
     def remove(self, group: int) -> None:
         with self._lock:
             monitor = self._monitors.pop(group, None)
         if monitor is not None:
             monitor.ended.set()
+            monitor.on_listener(monitor.first_connections.end)
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -356,6 +419,37 @@ class _ConnectionManager:
             if not self._stopping:
                 self._start(work)
 
+    def look_at_files(self, newest: int) -> None:
+        """Close idle connections where the process is short of descriptors. newest: a descriptor that was just made."""
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if self._releasing or soft == resource.RLIM_INFINITY or newest < _SHORT_FROM * soft:
+            return
+        self._releasing = True
+        self.start_task(partial(self._release_until_enough, soft))
+
+    def _release_until_enough(self, soft: int) -> None:
+        try:
+            # Connections that are in use now may be idle later.
+            while not self._stopping and (files := len(os.listdir("/proc/self/fd"))) >= _SHORT_FROM * soft:
+                self._release_idle(files - int(_SHORT_TO * soft))
+                time.sleep(_IDLE_LEAST_S)
+        finally:
+            self._releasing = False
+
+    def _release_idle(self, most: int) -> None:
+        with self._lock:
+            monitors = list(self._monitors.values())
+        latest = time.monotonic() - _IDLE_LEAST_S
+        idle = sorted(
+            (since, number, connection)
+            for number, monitor in enumerate(monitors)
+            for since, *connection in monitor.native.idle_connections()
+            if since < latest
+        )
+        for _, number, connection in idle[:most]:
+            with contextlib.suppress(RendezvousError, OSError, EOFError):
+                monitors[number].release(*connection)
+
     def _run(self) -> None:
         while not self._stopping:
             event = engine.next_async_event(_IDLE_NS)
@@ -364,13 +458,15 @@ class _ConnectionManager:
 
     # A method, so that the thread keeps no group alive while it sleeps.
     def _handle(
-        self, is_broken: bool, group: int, ranks: list[int], lane: int, rail: int, sequence: int, waited_s: float
+        self, kind: str, group: int, ranks: list[int], lane: int, rail: int, sequence: int, waited_s: float
     ) -> None:
         with self._lock:
             monitor = self._monitors.get(group)
         if monitor is None:
             return
-        if is_broken:
+        if kind == "unused":
+            monitor.on_listener(monitor.first_connections.use, (ranks[0], lane, rail))
+        elif kind == "broken":
             self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
         else:
             self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -24,8 +25,10 @@ from netfold.communicator import connection_manager, startup
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import GroupMonitor
 from netfold.communicator.failure_report import FailureReport
-from netfold.communicator.meeting import HandleMeeting, StoreMeeting
+from netfold.communicator.meeting import HandleMeeting, Meeting, StoreMeeting
 from netfold.communicator.membership import Membership
+from netfold.communicator.message_links import ParentLost
+from netfold.communicator.parent_meeting import Parent, ParentMeeting
 from netfold.communicator.recovery import Recovery
 from netfold.communicator.startup import Connections
 from netfold.errors import NetfoldError, WaitTimeout, error_of
@@ -63,7 +66,7 @@ class Group:
 
     def __init__(
         self,
-        store: Store | HandleMeeting,
+        store: Store | HandleMeeting | ParentMeeting,
         rank: int,
         size: int,
         *,
@@ -75,7 +78,7 @@ class Group:
     ) -> None:
         """Connect to the other ranks through `store`, then join the switches that are named, if any.
 
-        store: a store, or the ranks' meeting over handles (meeting.py).
+        store: a store, or the ranks' meeting over handles or by a parent (meeting.py).
         timeout_s: deadline of each operation that names none.
         join_timeout_s: deadline of this start-up.
         store_host: the rendezvous host, which the first interface should reach.
@@ -99,12 +102,16 @@ class Group:
         # By switch; none on a rank that did not join any.
         self.recoveries: list[Recovery] = []
         with contextlib.ExitStack() as undo:
-            meeting = store if isinstance(store, HandleMeeting) else StoreMeeting(store, rank, size, store_host)
+            meeting: Meeting
+            if isinstance(store, HandleMeeting | ParentMeeting):
+                meeting = store
+            else:
+                meeting = StoreMeeting(store, rank, size, store_host)
             connections = startup.connect_group(meeting, options, deadline, undo)
             listener, job = connections.agreement.listener, connections.job
             self.name = job.name
-            self.store = connections.agreement.store  # None where the ranks met over handles
-            self.endpoint, self._handles = connections.regrouping
+            # all_handles: of all ranks (bootstrap/handle.py). Over handles some of them, and others, can form a group.
+            self.endpoint, self.all_handles = connections.regrouping
             self.nodes = connections.memory.nodes
             self.peer_memory: Any = connections.memory.peer_memory
             self.shares_buckets = startup.is_shared(connections.memory) and options.share_buckets != "off"
@@ -115,6 +122,9 @@ class Group:
             self._port = connections.fabric.port
             self._switch = job.switch
             self._no_switch = job.no_switch
+            self._secret = job.secret
+            self._new_groups: collections.Counter[Any] = collections.Counter()
+            self._unfinished: list[Any] = []  # messages of groups that did not form
             self._native = startup.start_native(connections, self._id, undo)
             self._monitor = GroupMonitor(
                 self._native,
@@ -420,15 +430,44 @@ class Group:
         text = f"rank {self.rank} aborted the group: {reason}"
         self._native.fail(engine.FAILURES.index("aborted"), self.rank, text)
 
-    @functools.cached_property
-    def handles(self) -> tuple[str, ...]:
-        """Of all ranks (bootstrap/handle.py). A group of some of them, and of others, can form over handles."""
-        return self._handles()
+    def lose(self, rank: int, reason: str) -> None:
+        """Fail as by the loss of a rank, which this process learned otherwise. -1: not known which."""
+        self._native.fail(engine.FAILURES.index("peer_lost"), rank, reason)
 
-    def close(self, reason: str | None = None) -> None:
+    def meeting(self, ranks: Sequence[int], name: str = "", store_host: str | None = None) -> ParentMeeting:
+        """For a new group of some of this group's ranks, this one included; each of them calls this, and no other rank.
+
+        ranks: by their numbers in the new group.
+        name: keeps groups of the same ranks apart that several threads make at the same time.
+        store_host: as of `Group`.
+        Raises ParentLost where this group has failed or was closed.
+        """
+        if self._closed or self._pid != os.getpid() or self.failure is not None:
+            raise ParentLost("the group whose ranks form a new one has failed, or was closed", rank=None)
+        with self._close_lock:
+            self._new_groups[tuple(ranks), name] += 1
+            number = self._new_groups[tuple(ranks), name]
+        parent = Parent(
+            rank=self.rank,
+            native=self._native,
+            secret=self._secret,
+            options=self.options,
+            interfaces=self.endpoint.interfaces,
+            peer_addresses=self._peer_addresses,
+            nodes=self.nodes,
+            peer_memory=self.peer_memory,
+            copies=self._copies,
+            links=self.links,
+            unfinished=self._unfinished,
+        )
+        return ParentMeeting(parent, ranks, f"{name} {number}", store_host)
+
+    def close(self, reason: str | None = None, *, in_background: bool = False) -> None:
         """End the group without waiting for other ranks. Operations under way fail. Idempotent.
 
         reason: why, for operations under way, also on other ranks; None: this rank closed the group.
+        in_background: do not wait for the connections' end, which comes 0.3 s later where a rank was lost, so that the
+        other ranks find that out themselves. Memberships of switches end first in any case.
         """
         with self._close_lock:
             if self._closed:
@@ -439,7 +478,10 @@ class Group:
         if reason is not None:
             text = f"rank {self.rank} left the group: {reason}"
             self._native.fail(engine.FAILURES.index("aborted"), self.rank, text, orderly=True)
-        self._resources.close()
+        if in_background and not self.recoveries:
+            threading.Thread(target=self._resources.close, name="netfold close").start()
+        else:
+            self._resources.close()
         recording.left(self._member)
 
 

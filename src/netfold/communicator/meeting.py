@@ -1,4 +1,5 @@
-"""The ways in which the ranks of a new group find each other: a store, or handles that each of them was given.
+"""The ways in which the ranks of a new group find each other: a store, handles that each of them was given, or a group
+that they are in (parent_meeting.py).
 
 Start-up (startup.py) is called with a meeting. The meeting agrees on the job and listens (`agree`), connects this rank
 to its neighbours in the start-up tree (`connect`), and makes the endpoint by which a later group forms (`regrouping`).
@@ -6,8 +7,10 @@ to its neighbours in the start-up tree (`connect`), and makes the endpoint by wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
 
 from netfold.bootstrap import handle, regroup, rendezvous
 from netfold.bootstrap.addresses import Interfaces, own_interfaces
@@ -15,20 +18,30 @@ from netfold.bootstrap.endpoint import Endpoint
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener
 from netfold.bootstrap.regroup import Proposal
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
+from netfold.bootstrap.shm_discovery import Node, NodeSocket
 from netfold.bootstrap.store import Store
 from netfold.bootstrap.tree import StartTree
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import switches_of
+from netfold.tuning import Links
 
 
 class Agreement(NamedTuple):
     """The knowledge of this rank before it connects, and the address where it listens."""
 
-    store: Store | None  # this generation's own part of it; None where the ranks met over handles
     job: Job
     switches: tuple[str, ...]
     interfaces: Interfaces
     listener: Listener
+
+
+class Inherited(NamedTuple):
+    """The findings of a parent that hold for a group of its ranks."""
+
+    node: Node | None  # of this group's own memory, None where this rank is alone on its node
+    peer_memory: Any  # as SharedMemory's
+    copies: str
+    links: Links
 
 
 class Mesh(NamedTuple):
@@ -39,6 +52,7 @@ class Mesh(NamedTuple):
     by_host: list[list[int]]
     hosts: frozenset[str]  # the addresses of all ranks
     job: Job  # as rank 0 has it
+    inherited: Inherited | None = None
 
 
 class Regrouping(NamedTuple):
@@ -57,9 +71,15 @@ class Meeting(Protocol):
         ...
 
     def connect(
-        self, agreement: Agreement, group: RegisteredGroup, options: Options, host: str, deadline: float
+        self,
+        agreement: Agreement,
+        group: RegisteredGroup,
+        options: Options,
+        node_socket: NodeSocket | None,
+        deadline: float,
+        undo: ExitStack,
     ) -> Mesh:
-        """group: registered at the listener. host: as in `Handle`."""
+        """group: registered at the listener. node_socket: None where this rank shares no memory."""
         ...
 
     def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
@@ -85,35 +105,41 @@ class StoreMeeting:
         except BaseException as error:
             rendezvous.publish_failure(store, rank, size, str(error) or type(error).__name__)
             raise
-        return Agreement(store, job, _switches(job, options), interfaces, listener)
+        self._generation = store
+        return Agreement(job, switches_for(job, options), interfaces, listener)
 
     def connect(
-        self, agreement: Agreement, group: RegisteredGroup, options: Options, host: str, deadline: float
+        self,
+        agreement: Agreement,
+        group: RegisteredGroup,
+        options: Options,
+        node_socket: NodeSocket | None,
+        deadline: float,
+        undo: ExitStack,
     ) -> Mesh:
-        assert agreement.store is not None
         interfaces = agreement.interfaces
         tree, peer_addresses, by_host = rendezvous.connect_tree(
-            agreement.store,
+            self._generation,
             group,
             agreement.listener,
             interfaces,
             deadline,
             fabric=options.fabric,
-            host=host,
+            host="" if node_socket is None else node_socket.host,
         )
-        return Mesh(tree, peer_addresses, by_host, _hosts(peer_addresses, interfaces), agreement.job)
+        return Mesh(tree, peer_addresses, by_host, hosts_of_all(peer_addresses, interfaces), agreement.job)
 
     def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
-        return _first_endpoint(self.rank, agreement, mesh, options, deadline)
+        return first_endpoint(self.rank, agreement, mesh, options, deadline)
 
 
 class HandleMeeting:
     """The members have each other's handles. See regroup.py."""
 
-    def __init__(self, proposal: Proposal, endpoint: Endpoint, *, keeps_endpoint: bool) -> None:
-        """keeps_endpoint: the new group takes the place of the endpoint's last one; else it is a group beside it."""
+    def __init__(self, proposal: Proposal, endpoint: Endpoint) -> None:
+        """endpoint: of the former group, which the new one keeps."""
         self.rank, self.size = proposal.rank, len(proposal.members)
-        self._proposal, self._endpoint, self._keeps_endpoint = proposal, endpoint, keeps_endpoint
+        self._proposal, self._endpoint = proposal, endpoint
 
     def agree(self, options: Options, deadline: float) -> Agreement:
         proposal, interfaces = self._proposal, self._endpoint.interfaces
@@ -122,34 +148,40 @@ class HandleMeeting:
         # Until rank 0's is known.
         job = rendezvous.accept(own, self.rank, self.size, options, proposal.secret)
         listener = acquire_listener(self.rank, interfaces.hosts, options.port_range(), deadline)
-        return Agreement(None, job, _switches(job, options), interfaces, listener)
+        return Agreement(job, switches_for(job, options), interfaces, listener)
 
     def connect(
-        self, agreement: Agreement, group: RegisteredGroup, options: Options, host: str, deadline: float
+        self,
+        agreement: Agreement,
+        group: RegisteredGroup,
+        options: Options,
+        node_socket: NodeSocket | None,
+        deadline: float,
+        undo: ExitStack,
     ) -> Mesh:
         tree, peer_addresses, by_host, job = regroup.connect_members(
             self._proposal, self._endpoint, group, options, deadline
         )
-        return Mesh(tree, peer_addresses, by_host, _hosts(peer_addresses, agreement.interfaces), job)
+        return Mesh(tree, peer_addresses, by_host, hosts_of_all(peer_addresses, agreement.interfaces), job)
 
     def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
-        if not self._keeps_endpoint:
-            return _first_endpoint(self.rank, agreement, mesh, options, deadline)
         handles = self._proposal.handles
         return Regrouping(self._endpoint.retain(), lambda: handles)
 
 
-def _switches(job: Job, options: Options) -> tuple[str, ...]:
+def switches_for(job: Job, options: Options) -> tuple[str, ...]:
+    """The switches to join, as host:port."""
     # A switch that is less secure than the job is not used.
     return switches_of(None if job.no_switch else options.switch)
 
 
-def _hosts(peer_addresses: PeerAddresses, interfaces: Interfaces) -> frozenset[str]:
+def hosts_of_all(peer_addresses: PeerAddresses, interfaces: Interfaces) -> frozenset[str]:
+    """The addresses of all ranks."""
     hosts = {host for endpoints in peer_addresses.endpoints for host, _ in endpoints}
     return frozenset(hosts.union(interfaces.hosts))
 
 
-def _first_endpoint(rank: int, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
+def first_endpoint(rank: int, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
     """An endpoint for a rank that has none: every rank derives the handles of all from the group's secret."""
     secret, security = agreement.job.secret, agreement.job.security
     published, interfaces = mesh.peer_addresses.published, agreement.interfaces
@@ -163,4 +195,4 @@ def _first_endpoint(rank: int, agreement: Agreement, mesh: Mesh, options: Option
     own = handle_of(rank)
     listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
     endpoint = Endpoint(own, listener, interfaces)
-    return Regrouping(endpoint, lambda: tuple(handle_of(peer).text for peer in range(len(published))))
+    return Regrouping(endpoint, functools.cache(lambda: tuple(handle_of(peer).text for peer in range(len(published)))))

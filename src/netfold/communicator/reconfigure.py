@@ -15,12 +15,13 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 from netfold.bootstrap import handle, regroup, rendezvous
 from netfold.bootstrap.addresses import own_interfaces
 from netfold.bootstrap.endpoint import Endpoint
+from netfold.bootstrap.handle import in_order as in_order
 from netfold.bootstrap.listener import acquire_listener
 from netfold.bootstrap.regroup import Proposal
 from netfold.bootstrap.shm_discovery import host_identity
@@ -30,6 +31,9 @@ from netfold.errors import GroupAborted
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint
 
+# The listener, and what a handle says, stay the same for all groups.
+_OF_THE_ENDPOINT = ("transport", "security", "secret_file", "interface", "ports")
+
 
 class Generations:
     """The groups of one rank, one after the other. Owns the endpoint and the group of now, until `close`."""
@@ -37,13 +41,18 @@ class Generations:
     def __init__(self, group: Group | None, endpoint: Endpoint, options: Options | None, join_timeout_s: float) -> None:
         """group: None for a rank that is in no group yet. endpoint: one reference, which this object releases."""
         self.group = group
-        self.handles: tuple[str, ...] = ()  # of the ranks of the last group that formed
+        self._handles: Callable[[], tuple[str, ...]] = tuple  # of the ranks of the last group that formed
         self.closed = False
-        self._endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
+        self.endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
         self._last_rank = 0
         self._lock = threading.Lock()
         if group is not None:
             self._formed(group)
+
+    @property
+    def handles(self) -> tuple[str, ...]:
+        """Of the ranks of the last group that formed. Made when first read: they take 25 us a rank."""
+        return self._handles()
 
     @classmethod
     def of(cls, group: Group, join_timeout_s: float) -> Generations:
@@ -74,45 +83,64 @@ class Generations:
 
     @property
     def handle(self) -> str:
-        return self._endpoint.handle.text
+        return self.endpoint.handle.text
+
+    @property
+    def options(self) -> Options:
+        """Of the next group, unless it is given its own."""
+        return (self._options or Options()).resolved()
 
     def reconfigure(
-        self, uuid: int | str, handles: Collection[str], group_timeout_s: float, timeout_s: float | None = None
+        self,
+        uuid: int | str,
+        handles: Collection[str],
+        group_timeout_s: float,
+        timeout_s: float | None = None,
+        options: Options | None = None,
+        job_ranks: Sequence[int] = (),
     ) -> Group:
         """Leave the group, and form the one of these handles. See `Communicator.reconfigure`.
 
         group_timeout_s: of the new group's operations.
+        options: of the new group alone.
+        job_ranks: as `Group`'s.
         """
         with self._lock:
             if self.closed:
                 raise ValueError("this communicator was closed")
             deadline = time.monotonic() + (self._join_timeout_s if timeout_s is None else timeout_s)
-            options = (self._options or Options()).resolved()
-            ordered = handle.in_order(handles)
-            proposal = regroup.propose(self._endpoint.handle, str(uuid), ordered, options.secret_file)
+            options = self._options_with(options)
+            ordered = in_order(handles)
+            proposal = regroup.propose(self.endpoint.handle, str(uuid), ordered, options.secret_file)
             rendezvous.check_options(options, len(ordered))
-            self._endpoint.check_unused(proposal.uuid)
+            self.endpoint.check_unused(proposal.uuid)
             self._leave(f"it is reconfigured, as {uuid} of {len(ordered)} members")
             with self._attempt(proposal):
                 group = Group(
-                    HandleMeeting(proposal, self._endpoint, keeps_endpoint=True),
+                    HandleMeeting(proposal, self.endpoint),
                     proposal.rank,
                     len(ordered),
                     options=options,
                     timeout_s=group_timeout_s,
                     join_timeout_s=max(0.001, deadline - time.monotonic()),
+                    job_ranks=job_ranks,
                 )
             self._formed(group)
             return group
 
-    @contextlib.contextmanager
-    def meeting_beside(self, uuid: str, ranks: Sequence[int]) -> Iterator[HandleMeeting]:
-        """For a group of some ranks of the group of now, which goes on. The group is formed within this context."""
-        assert self.group is not None
-        handles = [self.handles[rank] for rank in ranks]
-        proposal = regroup.propose(self._endpoint.handle, uuid, handles, self.group.options.secret_file)
-        with self._attempt(proposal):
-            yield HandleMeeting(proposal, self._endpoint, keeps_endpoint=False)
+    def _options_with(self, options: Options | None) -> Options:
+        """Resolve the next group's options. ValueError where the endpoint would have to be another one."""
+        own = self.options
+        if options is None:
+            return own
+        options = options.resolved()
+        for name in _OF_THE_ENDPOINT:
+            if getattr(options, name) != getattr(own, name):
+                raise ValueError(
+                    f"{name}={getattr(options, name)!r} in a group of this communicator, whose handle was made with "
+                    f"{name}={getattr(own, name)!r}: that takes a new communicator"
+                )
+        return options
 
     @contextlib.contextmanager
     def _attempt(self, proposal: Proposal) -> Iterator[None]:
@@ -120,21 +148,22 @@ class Generations:
         try:
             yield
         except BaseException as error:
-            self._endpoint.end(proposal.uuid, error)
+            self.endpoint.end(proposal.uuid, error)
             raise
-        self._endpoint.end(proposal.uuid, None)
+        self.endpoint.end(proposal.uuid, None)
 
     def survivors(self, gone: Sequence[int]) -> tuple[str, list[str]]:
         """A uuid and the handles of the last group's ranks that are not gone. All ranks that agree on `gone` get these.
 
         ValueError for a rank that was not in the group, and where this rank is gone itself.
         """
-        unknown = [rank for rank in gone if not 0 <= rank < len(self.handles)]
+        handles = self.handles
+        unknown = [rank for rank in gone if not 0 <= rank < len(handles)]
         if unknown or not gone:
-            raise ValueError(f"shrink: {unknown or 'no rank'} of a group of {len(self.handles)}; which ranks are gone?")
+            raise ValueError(f"shrink: {unknown or 'no rank'} of a group of {len(handles)}; which ranks are gone?")
         if self._last_rank in gone:
             raise ValueError(f"shrink: rank {self._last_rank} is this rank, which is not gone")
-        left = [each for rank, each in enumerate(self.handles) if rank not in gone]
+        left = [each for rank, each in enumerate(handles) if rank not in gone]
         digest = hashlib.sha256("\n".join([self._name, *map(str, sorted(set(gone)))]).encode()).hexdigest()
         return f"shrink-{digest[:16]}", left
 
@@ -146,7 +175,7 @@ class Generations:
             self.closed = True
         if self.group is not None:
             self.group.close()
-        self._endpoint.release()
+        self.endpoint.release()
 
     def refusal(self) -> Exception:
         """The error for a use without a group."""
@@ -155,12 +184,12 @@ class Generations:
         return GroupAborted("this communicator is in no group: `reconfigure` forms one")
 
     def _formed(self, group: Group) -> None:
-        self.group, self.handles, self._last_rank, self._name = group, group.handles, group.rank, group.name
+        self.group, self._handles, self._last_rank, self._name = group, group.all_handles, group.rank, group.name
 
     def _leave(self, reason: str) -> None:
         group, self.group = self.group, None
         if group is not None:
-            group.close(reason)
+            group.close(reason, in_background=True)
 
 
 class _NoGroup:
@@ -179,6 +208,8 @@ class _NoGroup:
         raise self._generations.refusal()
 
     def abort(self, reason: str) -> None: ...
+
+    def lose(self, rank: int, reason: str) -> None: ...
 
     def close(self, reason: str | None = None) -> None: ...
 

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from netfold._native import engine
@@ -118,8 +118,7 @@ def connect_group(
     node_socket = NodeSocket(rank, agreement.job.secret) if options.shares_memory else None
     if node_socket is not None:
         undo.callback(node_socket.close)
-    host = "" if node_socket is None else node_socket.host
-    mesh = meeting.connect(agreement, registered_group, options, host, deadline)
+    mesh = meeting.connect(agreement, registered_group, options, node_socket, deadline, undo)
     agreement = agreement._replace(job=mesh.job)
     with _failure_told(mesh.tree):
         # Before any rank can have formed the group, and lose it.
@@ -127,7 +126,7 @@ def connect_group(
         undo.callback(regrouping.endpoint.release)
         over = _open_fabric(agreement, registered_group, mesh, options, deadline)
         memory = _share_memory(mesh, node_socket, options, rank, undo)
-        choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
+        choice = _choose(agreement, registered_group, mesh, over, memory, options, rank, deadline)
         workers = choice.table.workers(choice.topology)
         check_size(len(workers))
         accesses = [
@@ -150,12 +149,14 @@ def connect_group(
 
 @contextmanager
 def _failure_told(tree: StartTree) -> Iterator[None]:
-    """Tell the other ranks why this one fails in the block, so that they give up with the same reason."""
+    """End the tree with the block. Tell the other ranks why this one fails in it: they give up with the same reason."""
     try:
         yield
     except BaseException as error:
         tree.fail(str(error) or type(error).__name__, getattr(error, "rank", None))
         raise
+    finally:
+        tree.close()
 
 
 def _open_fabric(
@@ -188,6 +189,10 @@ class HostExchange:
 def _share_memory(
     mesh: Mesh, node_socket: NodeSocket | None, options: Options, rank: int, undo: ExitStack
 ) -> SharedMemory:
+    if mesh.inherited is not None:
+        number_of = {each: number for number, ranks in enumerate(mesh.by_host) for each in ranks}
+        nodes = tuple(number_of[each] for each in range(len(number_of)))
+        return SharedMemory(nodes, mesh.inherited.node, mesh.inherited.peer_memory, mesh.inherited.copies)
     leader, node, reader, copies = rank, None, None, ""
     if node_socket is not None:
         candidates = next(ranks for ranks in mesh.by_host if rank in ranks)
@@ -207,6 +212,7 @@ def _share_memory(
 
 def _choose(
     agreement: Agreement,
+    registered_group: RegisteredGroup,
     mesh: Mesh,
     over: Fabric,
     memory: SharedMemory,
@@ -233,19 +239,22 @@ def _choose(
     def build_first(links: Links) -> ChoiceTable:
         return build(links, measuring=measures and not links.switches)
 
-    if not job.probe or size == 1 or is_shared(memory):
+    known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
+    links = DEFAULT_LINKS if mesh.inherited is None else replace(mesh.inherited.links, switches=known)
+    if mesh.inherited is not None or not job.probe or size == 1 or is_shared(memory):
         # Built once, since that takes each rank longer than to read it.
         what = "rank 0 told the ranks their algorithms"
-        told = mesh.tree.broadcast(lambda: TableChoice(build(DEFAULT_LINKS), DEFAULT_LINKS).to_json(), what)
+        told = mesh.tree.broadcast(lambda: TableChoice(build_first(links), links).to_json(), what)
         return ChosenTable(*TableChoice.from_json(told), topology, build, measures)
 
     def stream_to(peer: int) -> probe.ByteStream:
-        return mesh.tree.streams[peer] if options.fabric is None else fabric.FabricByteStream(over.streams[0][peer])
+        if options.fabric is not None:
+            return fabric.FabricByteStream(over.streams[0][peer])
+        return rendezvous.connected(registered_group, mesh.peer_addresses, peer, deadline)
 
     hosts = mesh.hosts
     if options.fabric is not None:
         hosts = frozenset(f"{options.fabric} {host}" for host in hosts)
-    known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
     found = probe.agree(
         mesh.tree,
         stream_to,
@@ -285,15 +294,12 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
     spinners = 1 if node is None else len(node.ranks)
     crowded = spinners > len(os.sched_getaffinity(0))
     spin_us = (_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us
-    sockets = [
-        [
-            [group.accepted.get((peer, lane, rail)) for rail in range(group.rails)] if peer != group.rank else []
-            for peer in range(group.size)
-        ]
-        for lane in range(group.lanes)
-    ]
-    secrets = [[[stream and mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
-    fds, lane_fds, *fallback_fds = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
+    fds, lane_fds, *fallback_fds = sockets = [_by_rank_and_rail(group, -1) for _ in range(group.lanes)]
+    secrets = [_by_rank_and_rail(group, None) for _ in sockets] if job.security != SECURITIES[0] else []
+    for (peer, lane, rail), stream in group.accepted.items():
+        if secrets:
+            secrets[lane][peer][rail] = mesh_secrets(stream)
+        sockets[lane][peer][rail] = _detached(stream)
     native = engine.add_group(
         rank=connections.rank,
         fds=fds,
@@ -311,7 +317,7 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
         nodes=list(nodes),
         fabric=list(connections.fabric.streams),
         security=job.security,
-        secrets=[] if job.security == SECURITIES[0] else secrets,
+        secrets=secrets,
     )
     undo.callback(engine.remove_group, native)
     if node is not None:
@@ -354,8 +360,10 @@ def describe_interfaces(addresses: PeerAddresses) -> tuple[str, ...]:
     )
 
 
-def _detached(stream: socket.socket | None) -> int:
-    if stream is None:
-        return -1
+def _by_rank_and_rail(group: RegisteredGroup, value: Any) -> list[list[Any]]:
+    return [[value] * group.rails if peer != group.rank else [] for peer in range(group.size)]
+
+
+def _detached(stream: socket.socket) -> int:
     stream.settimeout(None)
     return stream.detach()

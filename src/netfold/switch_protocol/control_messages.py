@@ -204,6 +204,18 @@ def receive(stream: Stream) -> Message:
     return decode(receive_exactly(stream, length_of(receive_exactly(stream, _LENGTH.size))))
 
 
+def take(received: bytearray) -> Message | None:
+    """Take the first message out of received bytes; None where it is not there as a whole."""
+    if len(received) < _LENGTH.size:
+        return None
+    end = _LENGTH.size + length_of(bytes(received[: _LENGTH.size]))
+    if len(received) < end:
+        return None
+    body = bytes(received[_LENGTH.size : end])
+    del received[:end]
+    return decode(body)
+
+
 def receive_exactly(stream: Stream, count: int) -> bytes:
     """Receive `count` bytes. EOFError if the stream ends before, TimeoutError after the socket's timeout."""
     parts = bytearray()

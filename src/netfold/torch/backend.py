@@ -20,9 +20,9 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from netfold.communicator import CollectiveTimeout, Group, PeerLost
-from netfold.communicator.reconfigure import Generations
-from netfold.torch import backend_rank
+from netfold.communicator import CollectiveTimeout, Group, GroupAborted, PeerLost
+from netfold.communicator.reconfigure import Generations, in_order
+from netfold.torch import backend_rank, global_ranks
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.operations import Operations, operations_of
 from netfold.torch.work import CompletedWork
@@ -54,6 +54,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
         self._part, self._device_api, self._join = part, device_api, join
         self.generations = generations
         self._stays_after_abort = stays_after_abort
+        self._aborted = False  # by a call of `abort` on this rank
 
     @property
     def options(self) -> Any:
@@ -92,19 +93,25 @@ class NetfoldBackend(Operations, _c10d.Backend):
         """Leave the group, and form the one of `opts.handles`; see `Communicator.reconfigure`.
 
         Returns when the group is formed.
-        opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. No hint is known.
+        opts: torch's ReconfigureOptions. A list orders the ranks; a set is sorted. Hints: `Options.with_hints`.
         """
         if self.generations is None:
             raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
         timeout_s = None if opts.timeout is None else opts.timeout.total_seconds()
         former, group_timeout_s = self.netfold, self.netfold.timeout_s
+        options = self.generations.options.with_hints(opts.hints)
+        ranks = global_ranks.of_next(self, in_order(opts.handles))
         try:
-            group = self.generations.reconfigure(str(opts.uuid), opts.handles, group_timeout_s, timeout_s)
+            group = self.generations.reconfigure(
+                str(opts.uuid), opts.handles, group_timeout_s, timeout_s, options, global_ranks.job_ranks(ranks)
+            )
         finally:
             if self.generations.group is not former:
                 self._end_group("the group was reconfigured")
         self.attach(group, PrefixStore(f"reconfigure/{group.name}", self._part), self._device_api)
+        self._aborted = False
         backend_rank.set_rank(self, group.rank, group.size)
+        global_ranks.publish(self, ranks)
         return CompletedWork([])
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> NetfoldBackend:
@@ -115,12 +122,11 @@ class NetfoldBackend(Operations, _c10d.Backend):
         if self.generations is None:
             raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
         generations, timeout_s = self.generations, self.netfold.timeout_s
-        job_ranks = [rank for place, rank in enumerate(self.netfold.job_ranks) if place not in ranks_to_exclude]
         if opts_override is not None:
             timeout_s = opts_override._timeout.total_seconds()
         uuid, left = generations.survivors(ranks_to_exclude)
-        group = generations.reconfigure(uuid, left, timeout_s)
-        group.job_ranks = job_ranks
+        ranks = global_ranks.job_ranks(global_ranks.of_next(self, left))
+        group = generations.reconfigure(uuid, left, timeout_s, job_ranks=ranks)
         self.generations = None  # the new backend's from here on
         self._end_group("the group was shrunk")
         part = PrefixStore(f"shrink/{group.name}", self._part)
@@ -129,6 +135,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
         )
 
     def abort(self) -> None:
+        self._aborted = True
         if not self._stays_after_abort:
             super().abort()
             return
@@ -182,9 +189,12 @@ class NetfoldBackend(Operations, _c10d.Backend):
         return False
 
     def get_error(self) -> Any:
-        kinds = _c10d.ErrorType
+        """torch's ErrorType for what ended this group. SUCCESS also after this rank's own `abort`, as over gloo."""
+        kinds, failure = _c10d.ErrorType, self.netfold.failure
+        if self._aborted and isinstance(failure, GroupAborted):
+            return kinds.SUCCESS
         known = {type(None): kinds.SUCCESS, CollectiveTimeout: kinds.TIMEOUT, PeerLost: kinds.REMOTE_ERROR}
-        return known.get(type(self.netfold.failure), kinds.COMM_ERROR)
+        return known.get(type(failure), kinds.COMM_ERROR)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""
@@ -220,7 +230,7 @@ def patch_split_group() -> None:
 
 @functools.cache
 def patch_shrink_group() -> None:
-    """Have `shrink_group` give the new group netfold's own backend type and devices. Idempotent.
+    """Have `shrink_group` give the new group netfold's own backend type and devices, and its ranks. Idempotent.
 
     torch registers every shrunk backend of CPU tensors as gloo's, and DDP then reads it as a ProcessGroupGloo.
     """
@@ -239,6 +249,7 @@ def patch_shrink_group() -> None:
             for kind in ("cpu",) if device_api is None else ("cpu", device_api.kind):
                 shrunk._register_backend(torch.device(kind), custom, backend)
             shrunk._set_default_backend(custom)
+            global_ranks.publish(backend, backend.netfold.job_ranks)
         return shrunk
 
     for module in (dist, distributed_c10d):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -10,21 +11,24 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group, Options
+from netfold.communicator.message_links import ParentLost
+from netfold.communicator.parent_meeting import ParentMeeting
 from netfold.communicator.reconfigure import Generations, outside_group
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.env_rendezvous import store_host
-from netfold.torch.operations import Operations
+from netfold.torch.operations import Operations, operations_of
 from netfold.torch.store import TorchStore
 
 # The first release in which Python can subclass torch's C++ class Backend.
@@ -34,6 +38,8 @@ takes_backends = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 _live: weakref.WeakSet[Operations] = weakref.WeakSet()
 # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's wrapper keeps only the C++ half of a backend alive.
 _kept_alive: list[Operations] = []
+# A group that is offered to torch (`default_group_of`).
+_offered: Group | None = None
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -51,17 +57,56 @@ def create(options: Any, pg_options: Any) -> Any:
         return legacy.create(options, pg_options)
     _refuse_second_custom_backend(getattr(options, "process_group", None))
     part = store_for_group(options.store, options.global_ranks_in_group)
-    # For the default group torch's list is empty.
-    job_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return _backend(
         part,
         options.group_rank,
         options.group_size,
         options.timeout,
         pg_options,
-        job_ranks,
+        job_ranks_of(options),
+        parent=parent_of(options),
         enable_reconfigure=getattr(options, "enable_reconfigure", False),
+        formed=formed_group(options),
     )
+
+
+@contextlib.contextmanager
+def default_group_of(group: Group) -> Iterator[None]:
+    """Within this context `init_process_group("netfold", store=..., rank=..., world_size=...)` takes this group.
+
+    It is formed already, and torch's default group ends it; its owner may have another one follow. `new_group` forms
+    groups of its ranks by it (`parent_of`). So torch's store, whose process may be gone, serves only
+    `monitored_barrier` and other backends beside netfold.
+    """
+    global _offered
+    _offered = group
+    try:
+        yield
+    finally:
+        _offered = None
+
+
+def formed_group(options: Any) -> Group | None:
+    """The group that is offered, where torch asks for its default group (`default_group_of`); else None.
+
+    options: torch's `_DistributedBackendOptions`.
+    """
+    formed = _offered
+    if formed is None or options.global_ranks_in_group:
+        return None
+    if (options.group_rank, options.group_size) != (formed.rank, formed.size):
+        raise ValueError(
+            f"this process is rank {formed.rank} of {formed.size} in the group that is formed; init_process_group has "
+            f"rank={options.group_rank}, world_size={options.group_size}"
+        )
+    _skip_netfold()
+    formed.job_ranks, formed.timeout_s = range(formed.size), options.timeout.total_seconds()
+    return formed
+
+
+def job_ranks_of(options: Any) -> list[int]:
+    """The group's ranks in the job. For the default group torch's list is empty."""
+    return list(options.global_ranks_in_group) or list(range(options.group_size))
 
 
 def standalone(
@@ -96,21 +141,60 @@ def make_process_group(group: Group, store: Store, part: Store, device_api: Devi
     return NetfoldProcessGroup(group, store, part, device_api)
 
 
+class Parent(NamedTuple):
+    """An open group that a new one's members are in."""
+
+    group: Group
+    ranks: Sequence[int]  # of the members in it
+    name: str  # as of Group.meeting
+
+
+def parent_of(options: Any) -> Parent | None:
+    """torch's default group, where it is netfold's and has all members of the new group.
+
+    options: torch's `_DistributedBackendOptions`.
+    """
+    default = distributed_c10d._world.default_pg
+    operations = operations_of(default) if default is not None else None
+    members = options.global_ranks_in_group
+    if operations is None or not members or not set(members) <= set(operations.netfold.job_ranks):
+        return None
+    group = operations.netfold
+    return Parent(group, [group.job_ranks.index(rank) for rank in members], options.group_id)
+
+
 def open_group(
-    part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
+    part: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Options | None,
+    job_ranks: Sequence[int] = (),
+    parent: Parent | None = None,
 ) -> Group:
-    """Connect to the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
+    """Connect to the other ranks, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S.
+
+    As ranks of a parent, where there is one that works; else over the store.
+    """
     _skip_netfold()
-    return Group(
-        TorchStore(part),
-        rank,
-        size,
-        options=options,
-        timeout_s=timeout.total_seconds(),
-        join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
-        store_host=store_host(),
-        job_ranks=job_ranks,
-    )
+
+    def connect(meeting: TorchStore | ParentMeeting) -> Group:
+        return Group(
+            meeting,
+            rank,
+            size,
+            options=options,
+            timeout_s=timeout.total_seconds(),
+            join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
+            store_host=store_host(),
+            job_ranks=job_ranks,
+        )
+
+    if parent is not None:
+        # A parent fails on all of its ranks, so they all go on over the store.
+        with contextlib.suppress(ParentLost):
+            return connect(parent.group.meeting(parent.ranks, parent.name, store_host()))
+    return connect(TorchStore(part))
 
 
 def close_at_exit(operations: Any) -> Any:
@@ -139,9 +223,14 @@ def _backend(
     options: Options | None,
     job_ranks: Sequence[int],
     *,
+    parent: Parent | None = None,
     enable_reconfigure: bool = False,
+    formed: Group | None = None,
 ) -> Any:
-    """enable_reconfigure: as torch's; the backend is in no group until `reconfigure`, and nobody is waited for."""
+    """enable_reconfigure: as torch's; the backend is in no group until `reconfigure`, and nobody is waited for.
+
+    formed: a group that is open already.
+    """
     from netfold.torch.backend import NetfoldBackend, patch_shrink_group, patch_split_group
     from netfold.torch.forwarding import forward_work_methods
 
@@ -149,19 +238,24 @@ def _backend(
     patch_split_group()
     patch_shrink_group()
     join_timeout_s = min(timeout.total_seconds(), _join_timeout_s())
+    generations: Generations | None
     if enable_reconfigure:
         _skip_netfold()
         generations = Generations.outside(options, join_timeout_s, store_host())
         group = outside_group(generations, rank, size, timeout.total_seconds())
     else:
-        group = open_group(part, rank, size, timeout, options, job_ranks)
-        generations = Generations.of(group, join_timeout_s)
+        group = formed or open_group(part, rank, size, timeout, options, job_ranks, parent)
+        # A group that was formed already has an owner, which forms the next one.
+        generations = None if formed is not None else Generations.of(group, join_timeout_s)
 
     def join(store: Store, ranks: Sequence[int], child_timeout: timedelta, parent: Group) -> NetfoldBackend:
         child_store = PrefixStore("netfold", store)
         members = [parent.job_ranks[each] for each in ranks] if parent.job_ranks else ()
         place = ranks.index(parent.rank)
-        child: NetfoldBackend = _backend(child_store, place, len(ranks), child_timeout, options, members)
+        from_parent = Parent(parent, ranks, "split")
+        child: NetfoldBackend = _backend(
+            child_store, place, len(ranks), child_timeout, options, members, parent=from_parent
+        )
         return child
 
     backend = close_at_exit(

@@ -42,10 +42,15 @@ Tensor = torch.Tensor
 def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
     """See `factory.create`."""
     part = factory.store_for_group(options.store, options.global_ranks_in_group)
-    job_ranks = options.global_ranks_in_group or range(options.group_size)
     _override_all_gather()
-    group = factory.open_group(
-        part, options.group_rank, options.group_size, options.timeout, pg_options, list(job_ranks)
+    group = factory.formed_group(options) or factory.open_group(
+        part,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        pg_options,
+        factory.job_ranks_of(options),
+        factory.parent_of(options),
     )
     try:
         siblings = _siblings(options, part)

@@ -6,6 +6,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+# A shorter wait only asks whether a key is there.
+_SHORT_S = 0.01
+
 
 class TorchStore:
     """A `netfold.communicator.Store` over a torch store."""
@@ -17,6 +20,9 @@ class TorchStore:
         self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken; the stub says str
 
     def get(self, key: str, timeout_s: float) -> bytes:
+        # torch prints a warning for a wait that ends without the key.
+        if timeout_s < _SHORT_S and not self._store.check([key]):
+            raise TimeoutError(f"{key} is not set")
         try:
             self._store.wait([key], timedelta(seconds=max(0.001, timeout_s)))
         except RuntimeError as error:  # DistStoreError: not set in time, or the store is gone

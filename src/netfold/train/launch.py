@@ -1,8 +1,10 @@
-"""Start a job's ranks on this machine by torchrun, and leave none of them behind.
+"""Start a job's ranks on this machine, by torchrun or for an elastic job by itself, and leave none of them behind.
 
 Each rank runs this process's own command, and finds by torchrun's variables that it is a rank. The agent restarts all
 ranks when one is lost (`fault_tolerance.restarts`). A signal to this process reaches every rank, which has
 `fault_tolerance.grace_s` to leave. A rank also leaves when this process is killed.
+
+torchrun ends all ranks when one is lost. So the ranks of an elastic job are started here, and a lost rank is replaced.
 """
 
 from __future__ import annotations
@@ -11,17 +13,27 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
+import time
 import uuid
+from types import FrameType
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from netfold.bootstrap.tcp_store import OUTLIVING, TcpStoreServer
+from netfold.elastic.members import STORE_VARIABLE
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
 from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_job
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
+
+# How often the ranks' processes are looked at.
+_POLL_S = 0.05
+# A lost rank is replaced after this time, unless all ranks are lost within it: a new rank alone would find nobody.
+_ALL_LOST_S = 0.5
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
@@ -33,6 +45,9 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     """
     share_job(recipe, source)
     os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
+    if recipe.fault_tolerance.elastic:
+        with _Ranks(recipe, ranks) as started:
+            return started.wait()
     # Longer than the grace time, which the ranks enforce themselves.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(recipe.fault_tolerance.grace_s) + 5)
     arguments = [
@@ -66,11 +81,129 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     return 0
 
 
+class _Ranks:
+    """The ranks of an elastic job. Each lost rank is replaced while restarts are left."""
+
+    def __init__(self, recipe: Recipe, size: int) -> None:
+        self._recipe, self._size = recipe, size
+        self._left = recipe.fault_tolerance.restarts
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._signal = 0
+        self._store: TcpStoreServer | None = None
+
+    def __enter__(self) -> _Ranks:
+        self._handlers = {
+            each: signal.signal(each, self._pass_on) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        }
+        self._start_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        if self._store is not None:
+            self._store.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def wait(self) -> int:
+        """Wait until no rank is left; returns the job's exit status."""
+        first, completes = "", False
+        kill_at = math.inf
+        lost: dict[int, tuple[str, float]] = {}  # by rank: how it ended, and when it is replaced
+        while self._processes:
+            time.sleep(_POLL_S)
+            for rank, (how, replaced_at) in list(lost.items()):
+                if time.monotonic() > replaced_at:
+                    del lost[rank]
+                    if self._left and not completes and not self._signal and job_status() not in FINAL:
+                        self._replace(rank, how)
+            if self._signal and kill_at == math.inf:
+                kill_at = time.monotonic() + self._recipe.fault_tolerance.grace_s + 5
+            for rank, process in list(self._processes.items()):
+                if time.monotonic() > kill_at:
+                    process.kill()
+                status = process.poll()
+                if status is None:
+                    continue
+                del self._processes[rank]
+                completes |= status == 0
+                final = job_status() in FINAL
+                if status == 0 or completes or final or self._signal:
+                    continue
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                first = first or f"rank {rank} failed first, it {how}"
+                lost[rank] = how, time.monotonic() + _ALL_LOST_S
+            if job_status() in FINAL and math.isinf(kill_at):
+                # A rank found that no rank can train. The other ranks find it, too, or wait for those that have.
+                kill_at = time.monotonic() + self._recipe.fault_tolerance.grace_s
+            if not self._processes and not completes and not self._signal and job_status() not in FINAL and self._left:
+                self._left -= 1
+                lost.clear()
+                print("netfold train: no rank is left; all ranks start again", file=sys.stderr, flush=True)
+                self._start_all()
+        return self._status(first, completes=completes)
+
+    def _status(self, first: str, *, completes: bool) -> int:
+        status = job_status()
+        if status in (POLICY_STATUS, STOPPED_STATUS):
+            return status
+        if completes:
+            return 0
+        if self._signal:
+            early = self._signal == signal.SIGTERM and status == NOT_BEGUN
+            return STOPPED_STATUS if early else 128 + self._signal
+        text = "no restart would help; see the sentence above" if status in FINAL else _given_up(self._recipe, first)
+        print(f"netfold train: {text}", file=sys.stderr)
+        return FAILED
+
+    def _start_all(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = TcpStoreServer("127.0.0.1", 0, OUTLIVING)
+        for rank in range(self._size):
+            self._start(rank)
+
+    def _replace(self, rank: int, how: str) -> None:
+        self._left -= 1
+        print(
+            f"netfold train: rank {rank} {how}; a new rank takes its place, {self._left} of "
+            f"{self._recipe.fault_tolerance.restarts} restarts are left (fault_tolerance.restarts)",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        assert self._store is not None
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self._size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            STORE_VARIABLE: f"127.0.0.1:{self._store.port}",
+        }
+        command = [sys.executable, "-m", "netfold.cli", *sys.argv[1:]]
+        self._processes[rank] = subprocess.Popen(command, env=environment)
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+        for process in self._processes.values():
+            process.send_signal(number)
+
+
 def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
     if hopeless:
         return "no restart would help; see the sentence above"
     rank, failure = error.get_first_failure()
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
+    return _given_up(recipe, f"rank {rank} failed first, it {how}")
+
+
+def _given_up(recipe: Recipe, why: str) -> str:
     restarts = recipe.fault_tolerance.restarts
     often = f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)"
-    return f"given up {often if restarts else '(no restarts)'}: rank {rank} failed first, it {how}"
+    return f"given up {often if restarts else '(no restarts)'}: {why}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import pickle
 import signal
@@ -25,7 +26,9 @@ from netfold.train.recipe.errors import Source, error_sentence
 from netfold.units import plural
 
 if TYPE_CHECKING:
-    from netfold.train.trainer import Trainer
+    from netfold.torch.elastic import World
+    from netfold.train.elastic import ElasticTrainer
+    from netfold.train.trainer import Outcome, Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 # The exit statuses that a restart would not change.
@@ -59,8 +62,9 @@ def train(recipe: Recipe, source: Source, evaluation: Evaluation | None = None) 
         return _train(recipe, source, evaluation)
     if job_status() in FINAL:
         return job_status()
-    # Replaces the mark of an earlier start; no rank of this one begins before all have joined.
-    set_job_status(NOT_BEGUN)
+    if not recipe.fault_tolerance.elastic:
+        # Replaces the mark of an earlier start; no rank of this one begins before all have joined.
+        set_job_status(NOT_BEGUN)
     status = _train(recipe, source, evaluation)
     if status in FINAL:
         set_job_status(status)
@@ -104,8 +108,6 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
     import torch
     import torch.distributed as dist
 
-    from netfold.runs.metrics import result
-    from netfold.train.callbacks.metrics_file import metric_words
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.preflight import preflight
@@ -124,6 +126,11 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
     if rank == 0 and restarts != "0":
         _print(f"all ranks start again, restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
     try:
+        if recipe.fault_tolerance.elastic and evaluation is None:
+            elastic, outcome = _fit_elastic(recipe)
+            if elastic.world.rank == 0:
+                _print_outcome(outcome, elastic, elastic.world.size, began_s)
+            return STOPPED_STATUS if outcome.reason != "done" else 0
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
             return CANNOT
@@ -136,14 +143,13 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
             return 0
         folder = run_folder(recipe)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
-        trainer.stop.listen()
-        if _JOB in os.environ and job_status() == NOT_BEGUN:
-            # From now on SIGTERM requests a stop after a step.
-            set_job_status(BEGUN)
+        _begin(trainer)
         outcome = trainer.fit()
         # Rank 0 may still be writing its page: an agent ends it when another rank leaves early.
         dist.barrier()
         dist.destroy_process_group()
+    except _CannotTrainError:
+        return CANNOT
     except KeyboardInterrupt:
         if rank == 0:
             _print(f"interrupted{_step(trainer)}")
@@ -155,17 +161,57 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
         # torch raises NotImplementedError, a RuntimeError, for an operation that it lacks: a restart does not help.
         transient = isinstance(error, _TRANSIENT) and not isinstance(error, NotImplementedError)
         return POLICY_STATUS if by_policy else FAILED if transient else CANNOT
-    stopped = outcome.reason != "done"
-    if rank == 0 and stopped:
+    if rank == 0:
+        _print_outcome(outcome, trainer, place.size, began_s)
+    return STOPPED_STATUS if outcome.reason != "done" else 0
+
+
+def _begin(trainer: Trainer) -> None:
+    """From now on SIGTERM requests a stop after a step."""
+    trainer.stop.listen()
+    if _JOB in os.environ and job_status() == NOT_BEGUN:
+        set_job_status(BEGUN)
+
+
+def _print_outcome(outcome: Outcome, trainer: Trainer, ranks: int, began_s: float) -> None:
+    from netfold.runs.metrics import result
+    from netfold.train.callbacks.metrics_file import metric_words
+
+    if outcome.reason != "done":
         _print(
             f"asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a checkpoint is written, "
             "and the same command continues from it"
         )
-    elif rank == 0:
-        took_s, ranks = time.perf_counter() - began_s, plural(place.size, "rank")
-        found = result(metric_words(trainer.data.metric), outcome.metric)
-        print(f"{found}; {outcome.step} steps in {took_s:.1f} s on {ranks}", flush=True)
-    return STOPPED_STATUS if stopped else 0
+        return
+    took_s, found = time.perf_counter() - began_s, result(metric_words(trainer.data.metric), outcome.metric)
+    print(f"{found}; {outcome.step} steps in {took_s:.1f} s on {plural(ranks, 'rank')}", flush=True)
+
+
+class _CannotTrainError(Exception):
+    """The preflight check has found a problem, and printed it."""
+
+
+def _fit_elastic(recipe: Recipe) -> tuple[ElasticTrainer, Outcome]:
+    """Raises _CannotTrainError."""
+    from netfold.train.callbacks.run_folder import run_folder
+    from netfold.train.callbacks.selection import make_callbacks
+    from netfold.train.elastic import ElasticTrainer, fit_elastic
+    from netfold.train.preflight import preflight
+
+    def choose_folder() -> Path:
+        if recipe.run.check and not preflight(recipe):
+            raise _CannotTrainError
+        return run_folder(recipe)
+
+    def make(world: World, folder: Path | None) -> ElasticTrainer:
+        assert folder is not None
+        trainer = ElasticTrainer(
+            recipe, world, folder=folder, callbacks=functools.partial(make_callbacks, recipe, folder)
+        )
+        _begin(trainer)
+        return trainer
+
+    return fit_elastic(recipe, make, choose_folder)
 
 
 def _leave_with_the_starter() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,16 +192,13 @@ class Trainer:
             return evaluate(self.replica, self.model, self.data, self.mesh, share)
 
     def _train(self) -> Outcome:
-        training, mesh = self.recipe.training, self.mesh
+        training = self.recipe.training
         losses: list[float] = []
-        self._begin()
+        self._load()
+        self._announce()
         values: dict[str, float] = {}
         reason = "done"
-        agree = None if self._replacer is None else self._replacer.agree
-        examples = self._replacer or self._examples
-        pin = mesh.device.type == "cuda"
-        batches = Prefetcher(examples, training.seed, self.batch, mesh.share, mesh.shares, agree, pin=pin)
-        with contextlib.closing(batches):
+        with contextlib.closing(self._make_batches()) as batches:
             while self.step < self.steps:
                 votes = self._common_votes(self._one_step(batches))
                 if not votes:
@@ -212,9 +209,9 @@ class Trainer:
                     break
                 if votes[-1].checkpoint_failed and self.recovery is not None:
                     self.recovery.settle()
-                if _due(self.step, training.evaluate_every) and self.step < self.steps:
+                if is_due(self.step, training.evaluate_every) and self.step < self.steps:
                     self._evaluate()
-                if _due(self.step, self.recipe.checkpoint_every(self.steps)):
+                if is_due(self.step, self.recipe.checkpoint_every(self.steps)):
                     self._save()
             if self.step >= self.steps:
                 self.update.finish()
@@ -225,7 +222,14 @@ class Trainer:
             self.recovery.settle()
         return Outcome(self.step, tuple(losses), values.get(self.data.metric.name, math.nan), reason)
 
-    def _begin(self) -> None:
+    def _make_batches(self) -> Prefetcher:
+        agree = None if self._replacer is None else self._replacer.agree
+        examples, mesh = self._replacer or self._examples, self.mesh
+        pin = mesh.device.type == "cuda"
+        return Prefetcher(examples, self.recipe.training.seed, self.batch, mesh.share, mesh.shares, agree, pin=pin)
+
+    def _load(self) -> None:
+        """Begin with the newest checkpoint, or the first weights. Collective over the world."""
         position = self.recovery.begin() if self.recovery is not None else None
         initial = self.recipe.training.initial
         weights = self.model.weights if initial is None else None
@@ -242,6 +246,9 @@ class Trainer:
                 self._note("info", "no checkpoint before the end (checkpoint.every): a restart begins at step 0")
             elif self.recipe.checkpoint.every == "auto" and every < self.steps:
                 self._note("info", f"a checkpoint every {every} steps (checkpoint.every)")
+
+    def _announce(self) -> None:
+        """Tell the callbacks of the start."""
         self._notify(
             Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
@@ -274,11 +281,12 @@ class Trainer:
             stop=self.stop.asked,
             checkpoint_failed=self.recovery is not None and self.recovery.failed(),
             group=self._island,
+            add=self._add_votes,
         )
         norm, skipped = None, True
         if not result.not_finite:
             norm, skipped = self.update.step(lr), self.update.skipped
-        elif not self._leave_out(what_is_bad(self.step + 1, loss, bad, self._island)):
+        elif not self._leave_out(self._what_is_bad(loss, bad)):
             return result  # Training is back at a checkpoint.
         self.step += 1
         self.update.end_step(self.step)
@@ -292,12 +300,21 @@ class Trainer:
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:
             slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._all_ranks_vote())
-            if slow is not None and self.recipe.fault_tolerance.straggler == "stop":
-                self._save()
-                raise StragglerError(f"step {self.step}: {slow}; fault_tolerance.straggler is 'stop'")
             if slow is not None:
-                self._note("warning", slow)
+                self._react_to_straggler(slow)
         return result
+
+    # The sum of the votes over all ranks; None: by an all_reduce.
+    _add_votes: Callable[[list[float]], Sequence[float]] | None = None
+
+    def _what_is_bad(self, loss: Tensor | None, gradients: list[str]) -> str:
+        return what_is_bad(self.step + 1, loss, gradients, self._island)
+
+    def _react_to_straggler(self, slow: str) -> None:
+        if self.recipe.fault_tolerance.straggler == "stop":
+            self._save()
+            raise StragglerError(f"step {self.step}: {slow}; fault_tolerance.straggler is 'stop'")
+        self._note("warning", slow)
 
     def _all_ranks_vote(self) -> bool:
         """Whether this step's vote is of all ranks: always, but under [diloco] only at the end of a round or run."""
@@ -358,6 +375,12 @@ class Trainer:
                 self.recovery.save(self.step, self.samples)
 
     def _evaluate(self) -> dict[str, float]:
+        found = self._evaluated()
+        self._notify(found)
+        return dict(found.values)
+
+    def _evaluated(self) -> Evaluated:
+        """Collective over the world."""
         began_s = time.perf_counter()
         share = self.batch // self.mesh.shares
         panels: Sequence[Panel] = ()
@@ -366,8 +389,7 @@ class Trainer:
             seconds = time.perf_counter() - began_s
             if self.step == self.steps and self.data.pictures is not None:
                 panels = render(self.replica, self.data.pictures, self.mesh, share)
-        self._notify(Evaluated(self.step, values, seconds, panels))
-        return values
+        return Evaluated(self.step, values, seconds, panels)
 
     def _note(self, level: str, text: str) -> None:
         if self._started:
@@ -381,5 +403,5 @@ class Trainer:
             getattr(callback, HANDLERS[type(event)])(event)
 
 
-def _due(step: int, every: int | None) -> bool:
+def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from netfold import units
 from netfold._native import engine, kernels
@@ -87,13 +87,13 @@ class ChoiceTable:
         """Whether any row depends on the measured capacity of switches."""
         return any("split" in (row.algorithm, row.between) for row in self.rows)
 
-    @property
+    @functools.cached_property
     def hash16(self) -> int:
         """The hash in every packet and message. It covers the reasons: other reasons mean other inputs."""
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:2], "big")
 
     def to_json(self) -> str:
-        return json.dumps([asdict(row) for row in self.rows], sort_keys=True)
+        return json.dumps([vars(row) for row in self.rows], sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> ChoiceTable:

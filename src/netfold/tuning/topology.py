@@ -98,7 +98,10 @@ class Topology:
     @cached_property
     def leaders(self) -> tuple[int, ...]:
         """The first rank of every host, ascending."""
-        return tuple(rank for rank, node in enumerate(self.nodes) if self.nodes.index(node) == rank)
+        first: dict[int, int] = {}
+        for rank, node in enumerate(self.nodes):
+            first.setdefault(node, rank)
+        return tuple(first.values())
 
     @property
     def has_levels(self) -> bool:

@@ -186,7 +186,7 @@ def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:
         now = time.monotonic()
         if now > deadline:
             raise CollectiveTimeout(
-                f"rank {rank}: {what} did not come in {now - began:.1f} s: the device is not done with what came "
+                f"rank {rank}: {what} timed out after {now - began:.1f} s: the device is not done with what came "
                 "before; a kernel hangs, or waits for another rank",
                 rank=rank,
             )

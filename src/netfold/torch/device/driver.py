@@ -216,8 +216,8 @@ class DeviceDriver:
         now, rank = time.monotonic(), self._group.rank
         if now > job.deadline:
             raise CollectiveTimeout(
-                f"rank {rank}: {job.calls[0].kind} on {job.device} is not done at its deadline: a kernel waits for "
-                "that of another rank of this host, which hangs, or made no such call",
+                f"rank {rank}: {job.calls[0].kind} on {job.device} timed out: a kernel waits for that of "
+                "another rank of this host, which hangs, or made no such call",
                 rank=rank,
             )
         failure = None if self._closed else self._group.failure or self._remote_failure(now)

@@ -137,7 +137,7 @@ class DeviceWork(NetfoldWorkBase):
 
     def _overdue(self) -> None:
         error = CollectiveTimeout(
-            f"rank {self._rank}: a stream on {self._device} waited for an operation beyond its deadline: the thread "
+            f"rank {self._rank}: an operation timed out while a stream on {self._device} waited for it: the thread "
             "that runs it is blocked, maybe by a call of CUDA's that waits for that stream; wait() blocks the "
             "host instead",
             rank=self._rank,

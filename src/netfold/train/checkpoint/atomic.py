@@ -62,7 +62,11 @@ def name_of(step: int) -> str:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -43,8 +43,8 @@ class Batch:
         return self.like([tensor.pin_memory() for tensor in self.tensors])
 
     def parts(self, count: int) -> list[Batch]:
-        """Cut into `count` equal batches, in order. `count` must divide the number of samples."""
-        return [self.like(row) for row in zip(*(tensor.chunk(count) for tensor in self.tensors), strict=True)]
+        """Cut into `count` batches, in order: equal ones if `count` divides the number of samples."""
+        return [self.like(row) for row in zip(*(tensor.tensor_split(count) for tensor in self.tensors), strict=True)]
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

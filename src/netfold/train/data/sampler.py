@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from netfold.elastic.policy import part
 from netfold.train.data.examples import Batch, Examples
 
 _WORD = 2**64 - 1
@@ -53,7 +54,10 @@ def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray[tuple[int],
 
 
 class Prefetcher:
-    """One data-parallel rank's share of each global batch of `batch` samples: an equal run, in the order of ranks."""
+    """One data-parallel rank's share of each global batch of `batch` samples: a run of them, in the order of ranks.
+
+    Shares are equal if `ranks` divides the batch; else the first ranks have one sample more.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Prefetcher:
         """
         self._pin = pin
         self._examples, self._sampler, self._agree = examples, Sampler(len(examples), seed), agree
-        self._batch, self._share, self._rank = batch, batch // ranks, rank
+        self._batch, self._share = batch, part(batch, rank, ranks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netfold-feed")
         self._ahead: dict[int, Future[Batch]] = {}
 
@@ -95,5 +99,5 @@ class Prefetcher:
 
     def _numbers(self, samples: int) -> tuple[list[int], list[int]]:
         """The share's indices and seeds."""
-        first = samples + self._rank * self._share
-        return self._sampler.indices(first, self._share), self._sampler.seeds(first, self._share)
+        first, count = samples + self._share.start, len(self._share)
+        return self._sampler.indices(first, count), self._sampler.seeds(first, count)

@@ -65,15 +65,25 @@ def bad_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
 
 def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:
     """One sentence, the same on all ranks. Collective over the group, by default the world."""
-    bad_loss = loss is not None and not math.isfinite(loss)
-    causes = [f"loss {float(loss)}"] if loss is not None and bad_loss else []
-    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
-    causes += [f"gradients of {', '.join(gradients[:3])}{more}"] if gradients else []
-    text = f"{this_rank()}: {' and '.join(causes)}" if causes else ""
+    bad_loss, text = _causes(loss, gradients)
     found = gather((bad_loss, text), group)
     # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
     parts = [text for bad, text in found if bad] or [text for _, text in found if text]
     return f"step {step}: not finite: {'; '.join(parts)}"
+
+
+def what_is_bad_here(step: int, loss: Tensor | None, gradients: list[str]) -> str:
+    """One sentence about this rank alone."""
+    _, text = _causes(loss, gradients)
+    return f"step {step}: not finite: {text or 'the loss or gradients of another rank'}"
+
+
+def _causes(loss: Tensor | None, gradients: list[str]) -> tuple[bool, str]:
+    bad_loss = loss is not None and not math.isfinite(loss)
+    causes = [f"loss {float(loss)}"] if loss is not None and bad_loss else []
+    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
+    causes += [f"gradients of {', '.join(gradients[:3])}{more}"] if gradients else []
+    return bad_loss, f"{this_rank()}: {' and '.join(causes)}" if causes else ""
 
 
 def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Exception | None:

@@ -13,6 +13,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,18 @@ class Straggler:
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         self._slow: dict[int, int] = {}
         self._named: set[int] = set()
+        self._hooks: list[Any] = []
         # A stage's first layer gets its gradients last. One hook is enough: with a hook for each parameter the backward
         # pass would take the GIL that often, which the thread that makes batches holds for milliseconds.
         for module in modules:
             for parameter in itertools.islice(filter(lambda each: each.requires_grad, module.parameters()), 1):
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def close(self) -> None:
+        """Observe the modules no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def stepped(self, began_s: float, data_s: float, gradients_s: float, *, may_compare: bool = True) -> str | None:
         """Record a step: its begin, the wait for its batch, and the end of gradients(), by time.perf_counter.
@@ -59,13 +67,17 @@ class Straggler:
         self._own_s += (self._ready_s if self._ready_s > began_s else gradients_s) - began_s
         self._data_s += data_s
         self._steps += 1
-        if self._steps < WINDOW_STEPS or not may_compare:
-            return None
+        return self.compare() if self.is_due and may_compare else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a window is complete: on all ranks alike."""
+        return self._steps >= WINDOW_STEPS
+
+    def compare(self) -> str | None:
+        """End the window. Collective over the world; returns as `stepped`."""
         own = torch.tensor([self._own_s, self._data_s], dtype=torch.float64) / self._steps
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
-        return self._compare(own)
-
-    def _compare(self, own: Tensor) -> str | None:
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, own)
         times = [row.tolist() for row in rows]

@@ -47,9 +47,14 @@ class OptimizerStep:
         self._rounds = DiLoCoRounds(replica, diloco, mesh) if diloco is not None else None
         self._site = mesh.between.rank if mesh.between is not None else 0
         ema = recipe.training.ema
-        self._ema = Ema(replica, ema) if ema is not None else None
+        self.ema = Ema(replica, ema) if ema is not None else None
         self.skipped = False
         """The last step left weights unchanged, because its gradients overflowed."""
+
+    def regroup(self, replica: Replica) -> None:
+        """Go on with the groups of `replica`, whose parameters are the same. Only without `diloco`; collective."""
+        if self._clip is not None:
+            self._clip = Clip(replica, self._clip.limit)
 
     @property
     def loss_scale(self) -> float:
@@ -71,8 +76,8 @@ class OptimizerStep:
         self._scaler.update()
         # torch halves the scale after an overflow, and only then.
         self.skipped = self.loss_scale < scale
-        if self._ema is not None and not self.skipped:
-            self._ema.step()
+        if self.ema is not None and not self.skipped:
+            self.ema.step()
         if self.loss_scale < 1.0:
             raise ArithmeticError(
                 "gradients overflow f16 at a loss scale of 1: the loss diverges, or the model needs a larger "
@@ -87,7 +92,7 @@ class OptimizerStep:
 
     def averages_in_place(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters are their moving averages, if the recipe asks for these (`training.ema`)."""
-        return self._ema.in_place() if self._ema is not None else contextlib.nullcontext()
+        return self.ema.in_place() if self.ema is not None else contextlib.nullcontext()
 
     def settle(self) -> None:
         """End an unfinished round, so that no exchange between sites is under way."""
@@ -120,8 +125,8 @@ class OptimizerStep:
             states["outer"] = self._rounds.state
             if self._rounds.ahead:
                 states[f"ahead{site}"] = self._rounds.ahead
-        if self._ema is not None:
-            states["ema"] = self._ema.state
+        if self.ema is not None:
+            states["ema"] = self.ema.state
         return states
 
     def state_dict(self) -> dict[str, float]:
@@ -134,8 +139,8 @@ class OptimizerStep:
             self._scaler.load_state_dict(state)
         if self._rounds is not None:
             self._rounds.begin()
-        if self._ema is not None:
-            self._ema.begin()
+        if self.ema is not None:
+            self.ema.begin()
 
 
 class Clip:
@@ -151,7 +156,7 @@ class Clip:
 
         island: the ranks of this rank's site (`Mesh.site_ranks`), if each site has its own gradients and norm.
         """
-        self._held, self._limit, self._group = dict(replica.named_parameters()), limit, island
+        self._held, self.limit, self._group = dict(replica.named_parameters()), limit, island
         # The number of pieces of each whole parameter.
         here = {name: math.prod(axis.size() for axis in axes(held)) for name, held in self._held.items()}
         everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
@@ -176,7 +181,7 @@ class Clip:
         if not self._alone:
             dist.all_reduce(total, group=self._group)
         norm = math.sqrt(float(total))
-        if norm > self._limit:
+        if norm > self.limit:
             for gradient in gradients.values():
-                local(gradient).mul_(self._limit / norm)
+                local(gradient).mul_(self.limit / norm)
         return norm

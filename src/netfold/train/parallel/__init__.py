@@ -66,7 +66,8 @@ class Unpipelined:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
         self._accumulate = recipe.training.accumulate
-        self._loss = MeanLoss(model, self._accumulate, mesh.site)
+        elastic = recipe.fault_tolerance.elastic and recipe.training.scaling == "strong"
+        self._loss = MeanLoss(model, self._accumulate, mesh.site, recipe.training.batch if elastic else None)
         self._precision = Precision(recipe.training.precision)
         self._mesh = mesh
         blocks = blocks_of(model).values()

@@ -58,7 +58,10 @@ def wrap_data_parallel(
         _shard(module, blocks, mesh, Precision(recipe.training.precision), recipe.parallel.zero, apart)
     if deferred is not None:
         materialise(module, deferred, mesh.device)
-    return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB) if averages and not sharded else module
+    if not averages or sharded:
+        return module
+    # The ranks of an elastic job are sent the whole state, weights too, when they join.
+    return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB, sends=not recipe.fault_tolerance.elastic)
 
 
 def averages_by_hand(recipe: Recipe, mesh: Mesh) -> bool:
@@ -114,8 +117,10 @@ def send_gradients(module: nn.Module, on: bool) -> None:
         module.set_requires_gradient_sync(on)
 
 
-def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
+def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float, *, sends: bool) -> DistributedDataParallel:
     """`module` under DDP over the data axis, or this rank's site of it; collective over these ranks.
+
+    sends: first give all ranks the weights of the first one.
 
     Gradients are views of the buckets, and need no other memory. Buffers are not sent before each forward pass:
     training does not read batch norm's statistics, and evaluations broadcast them (`evaluating`).
@@ -124,7 +129,7 @@ def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDat
     names = [name for name, parameter in module.named_parameters() if parameter in apart]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
     ddp = DistributedDataParallel(
-        module, process_group=mesh.site.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+        module, process_group=mesh.site.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, init_sync=sends
     )
     # From now on: the constructor has sent them. Torch 2.12 and older have no argument that says so.
     ddp.broadcast_buffers = False

@@ -18,8 +18,12 @@ class MeanLoss:
     their numbers of items first, so that each item has one weight, whatever other items share its part.
     """
 
-    def __init__(self, model: Model, parts: int, data: Axis | None) -> None:
-        """parts: of a rank's samples. data: the ranks whose gradients are averaged; None for one rank."""
+    def __init__(self, model: Model, parts: int, data: Axis | None, batch: int | None = None) -> None:
+        """parts: of a rank's samples. data: the ranks whose gradients are averaged; None for one rank.
+
+        batch: the samples of all ranks, where these may have unequal shares.
+        """
+        self._batch = batch
         self._model, self._parts = model, parts
         self._data = data if data is not None and data.size > 1 else None
         self._total: Tensor | None = None
@@ -36,6 +40,8 @@ class MeanLoss:
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """The share of one part; f32, no dimensions. 0 if no item of the whole batch counts."""
         losses = self._model.losses(output, target)
+        if self._model.items is None and self._batch is not None:
+            return losses.mean() * (len(target) * (1 if self._data is None else self._data.size) / self._batch)
         if self._model.items is None:
             return losses.mean() / self._parts
         if self._adding is not None:

@@ -176,7 +176,13 @@ class FaultTolerance(Section):
     """The policy for each kind of failure."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
-    """The number of times that all ranks are started again after one was lost (if netfold starts them itself)."""
+    """The number of times that all ranks are started again after one was lost (if netfold starts them itself). elastic:
+    the number of ranks that are started in the place of lost ones."""
+    elastic: bool = False
+    """A lost rank costs one step: the other ranks go on, and a new rank takes its place. Only for data parallelism with
+    whole weights on each rank."""
+    min_ranks: PositiveInt = 1
+    """elastic: the fewest ranks that go on."""
     grace_s: PositiveFloat = 30.0
     """Seconds after SIGTERM within which the ranks write a checkpoint and leave."""
     non_finite: Literal["stop", "skip", "rewind"] = "stop"
@@ -268,6 +274,30 @@ class Recipe(Section):
             raise ValueError("\n".join(found))
         return self
 
+    def _elastic_conflicts(self) -> Iterator[tuple[str, str, str]]:
+        lost = "a lost rank would take its part of the state along"
+        for key, only, why in (
+            ("parallel.pipeline", 1, lost),
+            ("parallel.tensor", 1, lost),
+            ("parallel.zero", 0, lost),
+            ("parallel.embeddings", "replicated", lost),
+            ("parallel.experts", "replicated", lost),
+            ("parallel.context", 1, "ranks that share samples would be divided when one is lost"),
+            ("parallel.batch_norm", 1, "ranks that normalise together would be divided when one is lost"),
+            ("training.precision", "f16", "the scale of losses is decided after the step's vote; take bf16"),
+            ("fault_tolerance.non_finite", "rewind", "going back is no step that can be repeated; take 'skip'"),
+        ):
+            value = attrgetter(key)(self)
+            if key in ("training.precision", "fault_tolerance.non_finite"):
+                if value == only:
+                    yield key, "fault_tolerance.elastic", why
+            elif value != only:
+                yield key, "fault_tolerance.elastic", f"{why}; set {json.dumps(only)}, or leave elastic out"
+        if self.diloco is not None:
+            yield "diloco.every", "fault_tolerance.elastic", "sites hold different weights; leave one of the two out"
+        if "netfold" not in self.run.backend:
+            yield "run.backend", "fault_tolerance.elastic", "no other backend goes on without a rank; take netfold"
+
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
         """Two keys whose values exclude each other, and what to do. Numbers of ranks are checked by `split`."""
         training, parallel, diloco = self.training, self.parallel, self.diloco
@@ -293,6 +323,14 @@ class Recipe(Section):
         if self.fault_tolerance.non_finite == "rewind" and self.checkpoint.every == "end":
             advice = "there are no checkpoints to go back to; set checkpoint.every to a number of steps"
             yield "fault_tolerance.non_finite", "checkpoint.every", advice
+        if self.fault_tolerance.elastic:
+            yield from self._elastic_conflicts()
+        elif self.fault_tolerance.min_ranks > 1:
+            yield (
+                "fault_tolerance.min_ranks",
+                "fault_tolerance.elastic",
+                "without it no rank goes on; set elastic = true",
+            )
         is_split = schedule in ("zero-bubble", "zero-bubble-v")
         if ranks > 1:
             if training.accumulate > 1:

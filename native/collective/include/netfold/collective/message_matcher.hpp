@@ -59,6 +59,8 @@ class MessageMatcher {
   void post(Receive receive);
   // Removes and returns the receive that a message matches; nullopt where none is posted.
   std::optional<Receive> take_posted(int source, int tag);
+  // Removes a posted receive of a named source. False: it is not posted.
+  bool withdraw(int source, int tag, Ticket ticket);
   bool has_any_source() const { return posted_to_any_ > 0; }
   // A posted receive from exactly that source, which may be kAnySource; 0 where there is none.
   Ticket posted_from(int source) const;

@@ -42,6 +42,9 @@ class PointToPoint {
   static constexpr std::size_t kMaxAnnounced = 1 << 14;
   // Small enough that other messages are sent between two chunks.
   static constexpr std::size_t kChunkBytes = 1 << 20;
+  // After so long a wait for a rank in memory the connection to it is made, which shows whether its process lives. Most
+  // waits are shorter.
+  static constexpr std::int64_t kConnectNs = 1'000'000'000;
 
   using Ticket = MessageMatcher::Ticket;
   struct Done {
@@ -63,6 +66,8 @@ class PointToPoint {
 
   // Starts a send or receive. Borrows its buffer until the call is done, or the whole lane failed.
   void post(Ticket ticket, const Call& call);
+  // Takes back a receive of a named rank whose message has not begun to arrive. False: it has, or the call is done.
+  bool withdraw(Ticket ticket, const Call& call);
   // Does what can be done without blocking: moved or idle; failed once there is a fault.
   Progress poll();
   // Calls that are done since the last take.
@@ -140,13 +145,20 @@ class PointToPoint {
     std::size_t kept_announced = 0;
     std::size_t credit_owed = 0;
 
-    std::size_t outstanding = 0;  // this rank's calls that need the peer
-    bool in_memory = false;
-    Failure failure;  // why the peer is gone
+    std::size_t outstanding = 0;              // this rank's calls that need the peer
+    mutable std::int64_t waits_since_ns = 0;  // asleep for want of the peer's bytes, or of its reads; 0: not
+    bool is_busy = false;                     // listed in busy_
+    Failure failure;                          // why the peer is gone
+
+    bool has_work() const {
+      return outstanding > 0 || writing || !frames.empty() || !streaming.empty() || !in_flight.empty();
+    }
   };
 
-  Peer& at(int peer) { return peers_[static_cast<std::size_t>(peer)]; }
-  const Peer& at(int peer) const { return peers_[static_cast<std::size_t>(peer)]; }
+  // Makes the peer's state where there is none, and lists it in busy_.
+  Peer& at(int peer);
+  // Precondition: there is a state, as for each peer in busy_.
+  const Peer& at(int peer) const { return *peers_[static_cast<std::size_t>(peer)]; }
 
   // point_to_point.cpp: calls and frames.
   void post_send(Ticket ticket, const Call& call);
@@ -178,7 +190,9 @@ class PointToPoint {
   Ticket any_ticket(int peer) const;
 
   std::unique_ptr<transport::Mesh> lane_;
-  std::vector<Peer> peers_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // null until the first message to or from the rank
+  std::vector<int> busy_;                     // the ranks that a poll concerns, in no order
+  std::vector<bool> in_memory_;               // by rank
   MessageMatcher matcher_;
   std::vector<Done> done_;
   std::optional<Fault> fault_;

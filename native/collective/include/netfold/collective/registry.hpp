@@ -17,12 +17,17 @@ namespace netfold::collective {
 // for the dtype, a missing or uneven buffer, or a root that does not exist.
 void validate(const Call& call, int rank, int ranks);
 
+// The ranks by host, for hierarchical calls (host_map.hpp).
+class HostMap;
+// `nodes`: the number of each rank's host. `rank`: this one.
+std::shared_ptr<const HostMap> make_host_map(std::span<const int> nodes, int rank);
+
 // The paths between the ranks of a group that an algorithm can use.
 struct Paths {
   transport::Mesh& mesh;
   std::span<const std::unique_ptr<SwitchPath>> switch_paths = {};  // to the switches that the group joined
   transport::ShmNode* node = nullptr;  // memory that this rank shares with other ranks, or null
-  std::span<const int> nodes = {};     // the number of each rank's host
+  const HostMap* hosts = nullptr;      // the ranks of each host, or null where all count as one
   Shares* shares = nullptr;            // of the switch paths and a ring, or null where unknown
 };
 

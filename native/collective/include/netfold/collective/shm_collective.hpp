@@ -56,6 +56,8 @@ class ShmCollective : public Algorithm {
   bool is_posted() const { return posted_; }
   // Compares the posts of this call that are there, for a call that does not wait for posts.
   void check_posts();
+  // The posts that are not there end the sleep.
+  void await_posts() const;
   // Checks whether the other ranks are still there; fills failure_. At most once a millisecond.
   void check_peers(std::int64_t now_ns);
   void wait_for_check(WaitSet& set) const;
@@ -131,18 +133,21 @@ class ShmCollective : public Algorithm {
   };
   // The time between two checks whether awaited ranks are still there.
   static constexpr std::int64_t kCheckNs = 1'000'000;
-  // The end of an awaited rank shows by its connection. Most waits are too short to need one. After kConnectNs a rank
-  // looks at the rank behind it, then at the next two, four, and so on: one rank that sees the end tells all others in
-  // memory, so they need no connections of their own.
-  static constexpr std::int64_t kConnectNs = 100'000'000;
+  // Every kLookNs of its wait a rank looks whether the next kLooks ranks behind it have ended; once around, at all of
+  // them, after as much time as that took. One rank that sees the end tells all others in memory.
+  static constexpr std::int64_t kLookNs = 100'000'000;
+  static constexpr int kLooks = 8;
 
   Reference reference(int position, std::size_t number) const;
   bool post();
+  bool post_is_free();
+  bool reads_all_posts() const;
   bool read_posts();
   void read_post(int position);
   void compare(int position);
   bool is_awaited(int position) const;
   void find_lost();
+  bool has_ended(int position);
   // Fails with the reason that a rank left in its segment.
   void read_failure(int position);
 
@@ -152,9 +157,9 @@ class ShmCollective : public Algorithm {
   std::vector<bool> read_;
   std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
   std::int64_t next_check_ns_ = 0;
-  std::int64_t connect_ns_ = -1;
-  bool awaits_unwatched_ = false;
-  int watched_ = 0;  // how many of the ranks behind this one are looked at
+  std::int64_t look_ns_ = -1;
+  bool looks_ = false;
+  int looked_at_ = 0;  // the ranks behind this one, up to all
   bool check_due_ = false;
 };
 

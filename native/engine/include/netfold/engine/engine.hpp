@@ -20,8 +20,9 @@ namespace netfold::engine {
 // An event that a thread above the engine should handle.
 struct AsyncEvent {
   enum class Kind : std::uint8_t {
-    broken = 0,   // a connection to `ranks[0]` broke and can be reconnected
-    overdue = 1,  // an operation waits for `ranks`, longer than usual
+    unused = 0,   // a connection to `ranks[0]` is used that was not made yet
+    broken = 1,   // a connection to `ranks[0]` broke and can be reconnected
+    overdue = 2,  // an operation waits for `ranks`, longer than usual
   };
   Kind kind = Kind::broken;
   std::uint64_t group = 0;

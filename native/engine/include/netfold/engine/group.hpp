@@ -32,6 +32,7 @@
 // submission. It never holds a core.
 #pragma once
 
+#include <netfold/collective/registry.hpp>
 #include <netfold/collective/switch_path.hpp>
 #include <netfold/engine/inbox.hpp>
 #include <netfold/engine/status_publisher.hpp>
@@ -102,6 +103,9 @@ class Group {
   // Returns a failed operation if the group has failed. Throws std::invalid_argument for a call that is never valid.
   std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
                                     const char* site = nullptr);
+  // Take back an internal receive whose message has not begun to arrive, so that its buffer may go. False: it has, or
+  // the receive is done. From any thread.
+  bool withdraw(const Operation& receive);
   // Wait for an operation of this group up to `timeout_ns` (-1: its deadline); may have to drive. True: done. If
   // `Interrupts` end the wait, the group fails, and the operation is done on return.
   bool wait(const Operation& operation, std::int64_t timeout_ns);
@@ -125,10 +129,21 @@ class Group {
   // The same, after disconnecting a connection that is up and was reconnected at most `reconnects` times (-2: any).
   // Blocks up to ResumableSocket::kLastNs.
   std::optional<Broken> disconnect(int lane, int peer, int rail, int reconnects);
+  // The connections that may be disconnected without harm while they are idle, the longest idle first.
+  struct Idle {
+    std::int64_t since_ns = 0;
+    int lane = 0;
+    int peer = 0;
+    int rail = 0;
+  };
+  std::vector<Idle> idle_connections();
   // Continue over `socket`. False: that is impossible, or the connection was reconnected meanwhile, and the peer knows
   // another state.
   bool reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,
                  const auth::StreamSecrets& secrets);
+  // Give a connection that was never made its socket, without waiting for the driver. Closes `socket` where the
+  // connection has been made meanwhile.
+  void connect(int lane, int peer, int rail, transport::Fd socket, const auth::StreamSecrets& secrets);
   // Declare a connection lost, if it is still broken and was not reconnected meanwhile.
   void give_up(int lane, int peer, int rail, int reconnects, const std::string& why);
 
@@ -213,6 +228,8 @@ class Group {
   // connections.cpp: the streams under the meshes.
   // Run `action` as the driver does, and return when it has run. Its exception reaches the caller.
   void run_driver_task(std::function<void()> action);
+  // Run `action` on this thread where no thread drives; else the driver runs it later. `action` must not throw.
+  void post_driver_task(std::function<void()> action);
   transport::Mesh& mesh_of(int lane);
   // Call `action` for the mesh, the lane and each fallback mesh.
   template <class Action>
@@ -242,6 +259,7 @@ class Group {
   Engine& engine_;
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
+  std::shared_ptr<const collective::HostMap> hosts_;
   Transfers transfers_;
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes_;
   const bool needs_progress_;  // the pipes need polls to send what they took

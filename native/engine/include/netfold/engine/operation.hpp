@@ -32,8 +32,9 @@ class Operation {
   friend class Transfers;
   // Name rank, call, call site and time since submission: the beginning of an error text.
   std::string describe(int rank) const;
-  // For the text of an error: "within its timeout of 2.5 s".
-  std::string within_timeout() const;
+  // The same for a timeout: the text goes on with its reason.
+  std::string describe_timeout(int rank) const;
+  std::string call_and_site(int rank) const;
 
   collective::Call call_;
   std::uint64_t id_ = 0;

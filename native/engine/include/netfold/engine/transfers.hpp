@@ -23,12 +23,17 @@ class Transfers {
   // Transfers in the lane.
   std::size_t size() const { return posted_.size(); }
   bool empty() const { return posted_.empty(); }
+  // Whether a transfer of the program waits for a rank that shares memory. Internal messages are not polled for: all
+  // ranks of a host await them at the same time.
+  bool waits_for_memory() const;
   const Operation* oldest() const { return posted_.empty() ? nullptr : posted_.begin()->second.get(); }
 
   // Leaves `operation` in place where memory is short.
   void add(std::shared_ptr<Operation>&& operation) { added_.push_back(std::move(operation)); }
   // Post the added transfers to the lane.
   void post(std::int64_t now);
+  // Take a receive back; null: its message has begun to arrive, or it is done.
+  std::shared_ptr<Operation> withdraw(std::uint64_t id);
   // Poll the lane and call `complete` for each transfer that is done. True: something moved. A fault of the lane or a
   // passed deadline sets `failure`.
   bool poll(std::int64_t now, collective::Failure& failure, const Complete& complete);

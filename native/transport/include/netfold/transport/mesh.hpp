@@ -1,9 +1,11 @@
-// The pipes to all other ranks of a group.
+// The pipes to all other ranks of a group. Each is made when it is first used, so that a rank of a large group has
+// memory and loops only for the ranks that it communicates with.
 #pragma once
 
 #include <netfold/transport/tcp/resumable_socket.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -15,21 +17,21 @@ class Mesh {
  public:
   using Io = Pipe::Io;
 
-  // `pipes[r]` leads to rank r; pipes[rank] is null. Takes ownership.
-  Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes);
+  // Makes the pipe to another rank, on the driver's thread.
+  using Make = std::function<std::unique_ptr<Pipe>(int peer)>;
+  // `pipes[r]` leads to rank r, null where `make` shall make the pipe; pipes[rank] is null. Takes ownership.
+  Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, Make make);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(pipes_.size()); }
   // Whether there is a pipe to `peer`: none to this rank, and none to any rank after close().
-  bool leads_to(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
+  bool leads_to(int peer) const { return peer != rank_ && !closed_; }
 
   // As Pipe's; false where there is no pipe.
-  bool was_connected(int peer) const { return leads_to(peer) && pipe(peer).was_connected(); }
+  bool was_connected(int peer) const { return is_made(peer) && pipe(peer).was_connected(); }
 
-  // Replaces the pipe to `peer` by `other` and returns the old pipe.
-  std::unique_ptr<Pipe> exchange(int peer, std::unique_ptr<Pipe> other) {
-    return std::exchange(pipes_[static_cast<std::size_t>(peer)], std::move(other));
-  }
+  // Replaces each pipe by what `wrap` makes of it, now or once it is made. Before the first use.
+  void wrap(std::function<std::unique_ptr<Pipe>(int peer, std::unique_ptr<Pipe>)> wrap);
 
   // As Pipe's functions; `peer` is another rank.
   Io send(int peer, std::span<const iovec> pieces) { return pipe(peer).send(pieces); }
@@ -37,25 +39,28 @@ class Mesh {
   Io receive(int peer, std::byte* into, std::size_t bytes);
   void wait_for(int peer, short events, std::vector<pollfd>& fds) const { pipe(peer).wait_for(events, fds); }
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
-  std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
+  std::size_t unconfirmed(int peer) const { return is_made(peer) ? pipe(peer).unconfirmed() : 0; }
 
   // The same for all pipes of a mesh.
   bool prefers_large_chunks() const;
-  bool uses_rma(int peer, std::size_t bytes) const { return leads_to(peer) && pipe(peer).uses_rma(bytes); }
+  bool uses_rma(int peer, std::size_t bytes) const { return is_made(peer) && pipe(peer).uses_rma(bytes); }
   bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
     return pipe(peer).post_receive(name, into, bytes);
   }
   bool is_posted(int peer, std::uint64_t name) { return pipe(peer).is_posted(name); }
   Io put(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).put(pieces, name); }
-  std::size_t bytes_in_flight(int peer) const { return leads_to(peer) ? pipe(peer).bytes_in_flight() : 0; }
+  std::size_t bytes_in_flight(int peer) const { return is_made(peer) ? pipe(peer).bytes_in_flight() : 0; }
   // Serves parts to and from every peer.
   Pipe::RegistrationLease lease(std::byte* data, std::size_t bytes);
   Pipe::Scratch scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
+  // The functions from here on concern the pipes that were made.
   // Takes back posted memory and parts in flight of all pipes. Blocks up to kCancelNs, then closes by force.
   void cancel();
 
   // A TCP connection under a pipe; null where there is none of this number, or after close().
   ResumableSocket* rail(int peer, int number);
+  // The ranks to which there are pipes, in no order.
+  std::vector<int> made() const;
   // Flushes all pipes: true once everything is sent, or where nothing can be done now.
   bool flush();
   // Adds the descriptors that wake a thread which can continue `flush`.
@@ -74,18 +79,19 @@ class Mesh {
   void close();
 
  private:
-  Pipe& pipe(int peer) const { return *pipes_[static_cast<std::size_t>(peer)]; }
-  // Whether `test` holds for a pipe.
-  template <class Test>
-  bool any(Test test) const {
-    for (const auto& pipe : pipes_) {
-      if (pipe != nullptr && test(*pipe)) return true;
-    }
-    return false;
+  bool is_made(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
+  // Makes the pipe where that is due.
+  Pipe& pipe(int peer) const {
+    if (!is_made(peer)) add(peer, make_(peer));
+    return *pipes_[static_cast<std::size_t>(peer)];
   }
+  void add(int peer, std::unique_ptr<Pipe> pipe) const;
 
   int rank_;
-  std::vector<std::unique_ptr<Pipe>> pipes_;
+  Make make_;
+  bool closed_ = false;
+  mutable std::vector<std::unique_ptr<Pipe>> pipes_;
+  mutable std::vector<Pipe*> made_;
   std::vector<StreamPosition> positions_;
 };
 

@@ -31,9 +31,12 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
 
   // size: the ranks of the node; all must be probed before reads. Throws std::system_error.
   explicit PeerMemory(int size);
+  // For a node of some of the ranks that `whole` has probed, by their positions there. This process's mark is the same,
+  // and stays as long as either object lives.
+  PeerMemory(const PeerMemory& whole, const std::vector<int>& positions);
 
   // This process's own mark, to be announced to the other ranks. It stays at its address while this object lives.
-  const Mark& mark() const { return *static_cast<const Mark*>(static_cast<const void*>(page_.data())); }
+  const Mark& mark() const { return *static_cast<const Mark*>(static_cast<const void*>(page_->data())); }
 
   enum class ProbeResult : std::uint8_t {
     yes,
@@ -62,7 +65,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     std::uint64_t mark_address = 0;
     Mark mark{};
   };
-  Mapping page_;  // of the mark alone
+  std::shared_ptr<Mapping> page_;  // of the mark alone
   std::vector<Peer> peers_;
   std::atomic<std::uint64_t> bytes_read_ = 0;
 };

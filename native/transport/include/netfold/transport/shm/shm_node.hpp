@@ -1,9 +1,9 @@
 // The memory that the ranks of one node share, and the means to wake each rank.
 //
 // The memory is one memfd, which the lowest rank of the node makes. Every rank owns one segment of it. Only the owner
-// writes to a segment, so no location has two writers and no lock is needed. The exception is the flag of a sleeping
-// rank, a bit beside those of other ranks: the rank sets it, and a waking rank clears it. A rank writes values first,
-// then the counter that publishes them.
+// writes to a segment, so no location has two writers and no lock is needed. The exceptions are the bits of sleeping
+// ranks: a rank sets its bit in the header and in the segments of the ranks that shall wake it, and a waking rank clears
+// them. A rank writes values first, then the counter that publishes them.
 //
 //   post     a rank's announcement of one call, with the data where they are few; kPosts of them, used in turn
 //   stream   a ring of kSlots slots of kSlotBytes for long data; one stream for values that readers reduce, one for values
@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,12 +62,15 @@ class ShmNode {
   // The part of a segment that is the same for any number of ranks. The parts with an entry for each rank follow.
   struct Segment {
     alignas(64) std::atomic<std::uint32_t> left;  // Left
+    std::atomic<std::uint32_t> has_lock;          // 1: has_ended can tell the end of the owner's process
     std::int32_t fault_rank;
     std::uint32_t expired_call;  // the collective whose deadline passed; 0 for none
     std::int64_t expired_timeout_ns;
     std::uint32_t reason_bytes;
     char reason[1024];
     alignas(64) std::atomic<std::uint64_t> done;  // the last call that the owner has finished
+    // Bit p % 64 of word p / 64: the next publication of the owner wakes the rank at position p.
+    alignas(64) std::atomic<std::uint64_t> sleepers[kMaxSize / 64];
     Post posts[kPosts];
     struct alignas(64) Counter {
       std::atomic<std::uint64_t> tag;
@@ -120,17 +124,24 @@ class ShmNode {
 
   // Calls are counted from 1; every rank of the node makes the same calls.
   std::uint64_t next_call() { return ++calls_; }
+  // A call that all ranks of the node are known to have finished.
+  std::uint64_t finished_by_all() const { return finished_by_all_; }
+  void set_finished_by_all(std::uint64_t call) { finished_by_all_ = call; }
   // The last call in which this rank wrote to its streams. Its slots are free once the others have finished that call.
   std::uint64_t last_stream_call() const { return last_stream_call_; }
   void set_last_stream_call(std::uint64_t call) { last_stream_call_ = call; }
 
-  // Makes earlier writes visible, sets the counter and wakes the other ranks that sleep.
+  // Makes earlier writes visible, sets the counter and wakes the ranks that sleep and await this rank.
   void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value);
   void ring_doorbell();
+  // Wakes every rank that sleeps.
+  void ring_all_doorbells();
   // Wakes one rank, only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between the two ranks.
   void ring_doorbell(int position, short event);
   // Announces that this rank will sleep until one of `doorbells` is readable. Check once more for events afterwards.
   void prepare_sleep();
+  // After prepare_sleep: wake once that rank publishes anything. Check once more for it after this call.
+  void await(int position);
   // After prepare_sleep: wake also for `events` of the ring to that rank. Check once more for events after this call.
   void await(int position, short events);
   // Ends the sleep, or gives it up, for any reason.
@@ -150,7 +161,9 @@ class ShmNode {
   PeerMemory* memory() const { return peer_memory_.get(); }
 
   // The lease of memory that another rank's post refers to: its tensors, mapped or read from its process. The lease is
-  // XX  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
+  // valid while that rank takes part. A rank begins a use before it touches such memory, and ends the use one chunk
+  // later. `leave` revokes the lease; the leaving rank returns its memory to the user only once no rank uses it. The two
+  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
   // `uses`, with a full fence between.
   //
   // False: the lease is revoked, and the memory must not be touched.
@@ -161,6 +174,9 @@ class ShmNode {
   void end_use_of_all();
   // After `leave`: whether that rank still uses this rank's memory.
   bool is_used_by(int position) { return uses(position, self_).load(std::memory_order_acquire) != 0; }
+
+  // Whether that rank's process has ended; nullopt where only a connection to it would show that. A system call.
+  std::optional<bool> has_ended(int position);
 
   // The values of `Segment::left`. A rank that leaves in order (kLeft) fails only ranks that still wait for it.
   enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };
@@ -215,6 +231,9 @@ class ShmNode {
   std::vector<int> ranks_;
   Layout layout_;
   Mapping mapping_;
+  // The memory, opened by this rank. It holds a lock of the byte at this rank's position, which the kernel releases when
+  // the process ends. A child made by fork has no part of it.
+  ProcessFd lock_;
   Header* header_ = nullptr;
   std::byte* segments_ = nullptr;
   ShmFdExchange fd_exchange_;
@@ -223,6 +242,7 @@ class ShmNode {
   bool sleep_prepared_ = false;
   unsigned sleeps_without_ring_ = 0;
   std::uint64_t calls_ = 0;
+  std::uint64_t finished_by_all_ = 0;
   std::uint64_t last_stream_call_ = 0;
 };
 

@@ -5,9 +5,10 @@
 // data go in steps of kStepBytes: the reader copies one step while the writer copies the next. The writer wakes a
 // sleeping peer only for an event that the peer awaits; a peer that is awake sees the counter change.
 //
-// Bytes in the ring outlive their writer, since its memory stays mapped here. The end of the peer shows only by its
-// connection, which carries no bytes. The connection is made before the first sleep. It is checked after kQuietCalls calls without bytes, and after every
-// sleep; its end also ends the sleep. The pipe is closed only once the connection has ended and the ring is empty.
+// Bytes in the ring outlive their writer, since its memory stays mapped here. The end of the peer's process shows only by
+// its connection, which carries no bytes. `hung_up` makes the connection. From then on it is checked after kQuietCalls
+// calls without bytes, and after every sleep; its end also ends the sleep. The pipe is closed only once the connection
+// has ended and the ring is empty.
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
@@ -29,6 +30,7 @@ class ShmPipe final : public Pipe {
   // Precondition: ShmNode::prepare_sleep was called, and the node's doorbell is among the `fds`; the doorbell wakes.
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override { return connection_->hung_up(); }
+  bool was_connected() const override { return connection_->was_connected(); }
   int rails() const override { return connection_->rails(); }
   ResumableSocket* rail(int number) override { return connection_->rail(number); }
   // Closing loses no bytes: the ring stays readable.

@@ -56,6 +56,9 @@ class ResumableSocket {
   // How many times this connection got a new socket; -1: it never had one. Both ends count alike, so a message about
   // one socket is not applied to the next.
   int reconnects() const { return reconnects_; }
+  // When bytes last passed, where this end may disconnect without harm: the connection can be made again, and nothing
+  // is under way on this side. Else -1.
+  std::int64_t idle_since_ns();
   // Bytes ever received, unread ones included.
   std::uint64_t received() const { return received_; }
 
@@ -101,6 +104,7 @@ class ResumableSocket {
   iovec buffered_at(std::uint64_t position) const;
 
   ProcessFd socket_;
+  std::int64_t used_ns_ = 0;
   std::unique_ptr<RecordStream> records_;  // of this socket; null for plain bytes
   const bool resumable_;
   const auth::Security security_;

@@ -18,9 +18,9 @@ class TcpPipe final : public Pipe {
   // sockets: connections that the layer above made and authenticated, one a rail; takes ownership. Empty: the rail is
   // connected once it is used.
   // secrets: by rail; with `security` alone where the rail is not connected.
-  // on_broken: called for a rail that waits for a socket, a first one or a new one.
+  // on_broken: called for a rail that waits for a socket: its first one where `is_first`, else a new one.
   TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets, bool resumable,
-          std::function<void(int rail)> on_broken);
+          std::function<void(int rail, bool is_first)> on_broken);
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
@@ -47,7 +47,7 @@ class TcpPipe final : public Pipe {
 
   std::vector<ResumableSocket> rails_;
   std::vector<int> reported_;  // by rail: the value of reconnects() at the last report of a break; kNone: none
-  std::function<void(int)> on_broken_;
+  std::function<void(int, bool)> on_broken_;
   const bool has_records_;
   std::uint64_t sent_ = 0;
   std::uint64_t received_ = 0;
