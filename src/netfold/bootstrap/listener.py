@@ -31,6 +31,7 @@ from netfold.switch_protocol.control_messages import format_endpoint
 # How long an unauthenticated peer can keep a connection open. On a crowded host a rank takes seconds to reply.
 HANDSHAKE_TIMEOUT_S = 20.0
 _RETRY_S = 0.05
+_CANCEL_S = 0.05  # between two cancellations of a task, when the listener closes
 _MAX_CONNECTIONS = 4096  # more are closed at once
 # First connections that this process makes at once. More wait, and their time has not begun.
 _MAX_CONNECTING = 64
@@ -199,10 +200,12 @@ class Listener:
         asyncio.set_event_loop(self._loop)
         tasks = [self._loop.create_task(self._serve(listener)) for listener in self._sockets]
         self._loop.run_forever()
-        pending = [*tasks, *asyncio.all_tasks(self._loop)]
-        for task in pending:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        del tasks
+        # Repeatedly: before Python 3.12 a wait_for that ends at that moment loses the cancellation.
+        while pending := asyncio.all_tasks(self._loop):
+            for task in pending:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(pending, timeout=_CANCEL_S))
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 

@@ -62,10 +62,13 @@ class FirstConnections:
         group = self._group
         self._made.update(group.accepted)
         group.receiver = self
-        for key, stream in group.early.items():
+        # Under the lock: a start that fails closes them on its own thread.
+        with group.changed:
+            early = dict(group.early)
+            group.early.clear()
+        for key, stream in early.items():
             self._made.add(key)
             self.take(key, stream)
-        group.early.clear()
 
     def use(self, key: ConnectionKey) -> None:
         """Make the connection, unless it is made or under way."""
