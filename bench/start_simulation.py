@@ -167,7 +167,7 @@ def meet(hosts: Sequence[Sequence[int]]) -> Rendezvous:
     return Rendezvous(requests, places, published, places_s)
 
 
-# What a rank does next. Send and Receive are those of tree.py.
+# A rank's next step. Send and Receive are those of tree.py.
 class Work(NamedTuple):
     seconds: float
 

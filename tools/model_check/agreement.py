@@ -42,7 +42,7 @@ UNEVEN = "members of the next generation have done different steps"
 MINORITY = "a minority has decided"
 _NEWCOMER = "newcomer"
 
-# What may happen: its name, the member, and more.
+# An event that may happen next: its name, the member, and more.
 Event = tuple[Any, ...]
 # The numbers of the members' states; then, a bit each: messages that were sent, dead members, members that have
 # passed; the number of the decision that has formed, or -1; and the remaining deaths and suspicions.
@@ -182,7 +182,7 @@ class _Search(Search[_State, Event]):
             leads = agreement.leader == rank and agreement.ballot == production.NO_BALLOT
             if (leads or agreement.is_stuck) and agreement.promised[0] < scope.rounds:
                 yield "lead", rank
-            # Where there may be newcomers there is a store, and members look into it first.
+            # A job with newcomers has a store, and members look into it first.
             late = self.scope.newcomer and state[_FORMED] >= 0
             if agreement.may_propose and not (agreement.rests_on_ends and late):
                 yield "propose", rank, ()

@@ -4,13 +4,13 @@ The members exchange messages over the parent's connections (message_links.py), 
 node. No other rank of the parent takes part, and no store is asked. A member whose options are those of the parent
 takes over what the parent found out:
 
-    ranks that share memory   the lowest of them makes the new group's memory, and sends it to the others
+    ranks that share memory   the lowest of them makes the new group's memory, and sends it to the host's other ranks
     reads of their memory     the parent has tried them
     addresses                 those that worked for the parent come first
     links                     as the parent measured them; rank 0 makes the choice table from them
     the secret                is derived from the parent's, so first connections prove the new group's own
 
-Where the members' options are other ones, they exchange their addresses, and find out the rest as any group does.
+Members with other options than the parent's exchange their addresses, and find out the rest as any group does.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Negotiation:
         if newcomers is None:
             return  # their answers are under way
         draft = decide_from(agreement.reports, agreement.ended, newcomers, self._max_size)
-        # Where all leave there is nobody to wait for.
+        # Nobody is waited for if all members leave.
         self._missing = self._min_size - len(draft.members) - len(draft.newcomers) if draft.members else 0
         if self._missing <= 0:
             agreement.propose(newcomers, self._max_size)

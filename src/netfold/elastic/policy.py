@@ -24,7 +24,7 @@ class Policy:
     """The policies of one job, the same on every rank."""
 
     samples: int
-    """Of a step of the first generation, by all ranks."""
+    """The samples of one step of the first generation, over all ranks."""
     batch: Literal["global", "per_rank"] = "global"
     lost_samples: Literal["repeat", "skip"] = "repeat"
     learning_rate: Literal["keep", "linear", "sqrt"] = "keep"

@@ -1,7 +1,7 @@
 """The objects that make up a rank's state: what a repeated step restores, and what a newcomer is sent.
 
 A step that is repeated begins again with the values from before it. Weights and optimizers need no copy for this: they
-change only after the vote. The others do change before it, and are copied when an attempt begins (`State.begin`):
+change only after the vote. The other parts change before it, and are copied when an attempt begins (`State.begin`):
 
     modules          their buffers (batch norm's statistics)
     optimizers       nothing
