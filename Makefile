@@ -41,7 +41,7 @@ test: build ## all tests but those below: no root, no network namespaces, about 
 	@$(PY) -m pytest -m 'not (rack or soak or ecosystem or fuzz or jobs)' -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder -q
 
 test-jobs: build ## whole jobs as users start them: netfold train, demo, profile run, bench, PyTorch's suite in short
-	@$(PY) -m pytest -m jobs -n $(JOBS) -q tests
+	@$(PY) -m pytest -m 'jobs and not soak' -n $(JOBS) -q tests
 
 test-rack: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
 	@$(PY) -m pytest -m rack -q tests

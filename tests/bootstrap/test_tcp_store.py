@@ -166,6 +166,14 @@ def test_ranks_connect_from_their_launchers_variables() -> None:
     assert got == [[6.0, 2.0] * 2, [6.0, 1.0] * 2, [6.0, 2.0] * 2]
 
 
+def test_a_store_may_be_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    for _ in range(50):
+        tcp_store.TcpStoreServer("127.0.0.1", 0, "job").close()
+    assert not raised
+
+
 def test_many_waiting_gets_take_no_thread_each_and_a_released_store_connects_again() -> None:
     threads = threading.active_count()
     served = TcpStore("127.0.0.1", free_port(), "job", serve=True, timeout_s=5)

@@ -5,6 +5,7 @@ Tests for every transport: test_point_to_point.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -254,18 +255,20 @@ def _die(folder: str) -> None:
 def _dead(folder: str) -> float:
     """Wait until the process that `_die` kills is gone. Returns the time of the kill."""
     while True:
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the file is not there yet, or being written
             with open(f"{folder}/died") as file:
                 died_s, pid = file.read().split()
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] in "ZX":
-                    return float(died_s)
-        except FileNotFoundError:
-            if os.path.exists(f"{folder}/died"):
+            if _has_ended(pid):
                 return float(died_s)
-        except ValueError:
-            pass  # the file is being written
         time.sleep(0.01)
+
+
+def _has_ended(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
 
 
 @pytest.mark.parametrize("call", ["receive", "receive from any", "send", "receive in the middle", "send in the middle"])

@@ -88,7 +88,7 @@ class TcpStoreServer:
         # A name may resolve to loopback on this host and to a network address elsewhere: then listen on all addresses.
         bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
         self._listener, self.port = _listen(bind_to, port, variable)
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._is_over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="netfold store", daemon=True)
         self._thread.start()
 
@@ -98,21 +98,22 @@ class TcpStoreServer:
             if self._closed:
                 return
             self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join()
 
     def _run(self) -> None:
         # Out of descriptors: clients wait until some are free.
         self._loop.set_exception_handler(lambda _, __: None)
-        server = self._loop.run_until_complete(
-            self._loop.create_server(lambda: _Connection(self, self._loop), sock=self._listener)
-        )
-        self._loop.run_forever()
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._loop.create_server(lambda: _Connection(self, self._loop), sock=self._listener)
+        await self._is_over.wait()
         server.close()
         for connection in list(self.connections):
             connection.close()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
+        await asyncio.sleep(0)
 
     def reply(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """The reply; None for a `get` of a key that is not set. Raises as a malformed request makes it."""
