@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import select
 import signal
 import socket
 import threading
@@ -19,11 +20,12 @@ import numpy as np
 import pytest
 import test_host_algorithms as host
 from fabrics import need_libfabric
-from load import seconds
+from load import seconds, settles
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import fabric
+from netfold.bootstrap import rendezvous
 from netfold.bootstrap.fabric import connect, port_of
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
@@ -160,6 +162,26 @@ def two_groups(rank: int, size: int, folder: str) -> None:
 
 def test_two_groups_share_a_port_and_wake_each_other() -> None:
     values(run_threads(two_groups, 3))
+
+
+def test_a_rank_that_is_behind_leaves_the_connections_of_ranks_ahead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 has all addresses and connects to rank 1, which is no neighbour of its, before rank 1 has them."""
+    wait = rendezvous._await_connections
+
+    def late(group: rendezvous.RegisteredGroup, *rest: Any) -> None:
+        wait(group, *rest)
+        if group.rank == 1 and not behind:
+            # Until its first message has come.
+            behind.append(settles(lambda: (2, 0, 0) in group.accepted and _is_readable(group.accepted[2, 0, 0])))
+
+    behind: list[bool] = []
+    monkeypatch.setattr(rendezvous, "_await_connections", late)
+    values(run_threads(two_groups, 3))
+    assert behind == [True]
+
+
+def _is_readable(stream: socket.socket) -> bool:
+    return bool(select.select([stream], [], [], 0)[0])
 
 
 def goes_away(rank: int, size: int, folder: str, arrived: threading.Event) -> None:

@@ -264,11 +264,11 @@ def connect_tree(
             peer_addresses.endpoints[place.parent] = _parsed(place.parent, parent_at)
             join(group, peer_addresses, place.parent, deadline)
         _await_connections(group, {(child, 0, 0) for child in place.children}, deadline)
-        tree = StartTree(rank, place, SocketLinks(_first_streams(group)), deadline)
+        tree = StartTree(rank, place, SocketLinks(_first_streams(group, neighbours)), deadline)
         everyone = tree.broadcast(lambda: published, "the ranks learned each other's addresses")
     except BaseException as error:
         reason = _explain_absence(error, group, neighbours, peer_addresses)
-        StartTree(rank, place, SocketLinks(_first_streams(group)), deadline).fail(
+        StartTree(rank, place, SocketLinks(_first_streams(group, neighbours)), deadline).fail(
             str(reason), getattr(reason, "rank", None)
         )
         raise reason from None
@@ -308,9 +308,10 @@ def join(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadl
     group.add_connection((peer, 0, 0), group.run(connect(peer_addresses, hello, group.secret, deadline)))
 
 
-def _first_streams(group: RegisteredGroup) -> dict[int, socket.socket]:
+def _first_streams(group: RegisteredGroup, neighbours: set[int]) -> dict[int, socket.socket]:
+    """Not those of other ranks: one that is ahead may have connected already, and sent what is not for the tree."""
     with group.changed:
-        return {peer: stream for (peer, lane, rail), stream in group.accepted.items() if (lane, rail) == (0, 0)}
+        return {peer: group.accepted[peer, 0, 0] for peer in neighbours if (peer, 0, 0) in group.accepted}
 
 
 def _explain_absence(
