@@ -373,6 +373,20 @@ def test_a_newcomer_without_members_says_so(tmp_path: Path) -> None:
         newcomer(str(tmp_path), join_timeout_s=1)
 
 
+def finishes(rank: int, size: int, folder: str, store: str) -> None:
+    with first_members(store, rank, size) as members:
+        members.vote()
+        members.finish()
+
+
+def test_a_process_that_comes_after_the_end_of_the_job_is_told(tmp_path: Path) -> None:
+    values(run_ranks(finishes, 2, str(tmp_path)))
+    began = time.monotonic()
+    with pytest.raises(NetfoldError, match="the job has ended, after generation 1: it takes no new rank"):
+        newcomer(str(tmp_path), join_timeout_s=60)
+    assert time.monotonic() - began < seconds(10)
+
+
 # --- a store that outlives ranks -------------------------------------------------------------------------------------
 
 
@@ -404,6 +418,43 @@ def test_a_replacement_finds_the_members_in_the_store_of_the_command(tmp_path: P
         assert line.startswith("netfold store listening on 127.0.0.1:"), line
         outcomes = run_ranks(launched, 3, line.split()[-1], dies=[0])
         assert values(outcomes[1:]) == [(0.0, 0, 2), (0.0, 1, 2)]
+    finally:
+        store.send_signal(signal.SIGTERM)
+        assert store.wait(seconds(20)) == 0
+        store.stdout.close()
+
+
+def begins_again(rank: int, size: int, folder: str, endpoint: str) -> tuple[int, bool, int]:
+    """Ranks 0 and 1 are killed at once; 2 and 3 are their replacements, the first of which has come before."""
+    if rank == 2:
+        wait_for(folder, "runs")
+        mark(folder, "comes")
+    if rank == 3:
+        wait_for(folder, "died")
+    os.environ.update(
+        RANK=str(rank % 2), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", NETFOLD_STORE=endpoint
+    )
+    with Members.from_environment(options=QUIET, timeout_s=60, join_timeout_s=60) as members:
+        job = Job(members, steps(6))
+
+        def before_vote() -> None:
+            if rank < 2 and members.done == 3:
+                mark(folder, "runs")
+                wait_for(folder, "comes")
+                mark(folder, "died")
+                die()
+
+        job.before_vote = before_vote
+        job.run()
+        return members.generation, members.first is None, members.size
+
+
+def test_a_job_whose_members_have_all_ended_begins_again_when_every_rank_has_come(tmp_path: Path) -> None:
+    store = Daemon(["store", "--listen", "127.0.0.1:0"], tmp_path / "log")
+    try:
+        endpoint = store.stdout.readline().split()[-1]
+        outcomes = run_ranks(begins_again, 4, endpoint, dies=[0, 1])
+        assert values(outcomes[2:]) == [(2, True, 2)] * 2
     finally:
         store.send_signal(signal.SIGTERM)
         assert store.wait(seconds(20)) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import seconds
+from load import seconds, settles
 
 pytestmark = [pytest.mark.torch, pytest.mark.jobs]
 
@@ -88,6 +89,19 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         time.sleep(0.01)
 
 
+def wait_for_members(process: subprocess.Popen[str], folder: Path, least: int) -> None:
+    """So that one of the members, which have the state, is left when the next one is killed."""
+    deadline = time.monotonic() + seconds(60)
+    while (sizes := sizes_of(folder)) and sizes[-1] < least:
+        assert process.poll() is None and time.monotonic() < deadline, (least, sizes, process.communicate())
+        time.sleep(0.01)
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Of the generations after the first."""
+    return [int(found[1]) for line in lines(folder, "note") if (found := re.search(r"has (\d+) ranks", line["text"]))]
+
+
 def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines(folder, "step")}
 
@@ -101,6 +115,7 @@ def killed(folder: Path, seed: int, ranks: int, kills: int, steps: int) -> None:
     try:
         for number in range(kills):
             wait_for_step(process, folder / "killed", (number + 1) * steps // (kills + 2))
+            wait_for_members(process, folder / "killed", ranks - 1)
             time.sleep(draw.uniform(0.0, 0.1))
             victim = draw.choice(ranks_of(process))
             os.kill(victim, signal.SIGKILL)
@@ -131,7 +146,7 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
-    killed(tmp_path, seed=seed, ranks=4, kills=6, steps=400)
+    killed(tmp_path, seed=seed, ranks=4, kills=6, steps=1200)
 
 
 def test_without_restarts_the_ranks_that_are_left_end_the_run(tmp_path: Path) -> None:
@@ -153,6 +168,18 @@ def test_all_ranks_start_again_from_a_checkpoint_if_none_is_left(tmp_path: Path)
     _, err = ended(process)
     assert process.returncode == 0, err
     assert "continuing after step" in err and max(losses(tmp_path)) == 80, err
+
+
+def test_the_run_begins_again_from_a_checkpoint_if_only_new_ranks_are_left(tmp_path: Path) -> None:
+    process = start(tmp_path, 2, 200, 2)
+    wait_for_step(process, tmp_path, 45)
+    first, second = ranks_of(process)
+    os.kill(first, signal.SIGKILL)
+    assert settles(lambda: len(ranks_of(process)) == 2 and first not in ranks_of(process))
+    os.kill(second, signal.SIGKILL)
+    _, err = ended(process)
+    assert process.returncode == 0 and "no rank is left" not in err, err
+    assert "continuing after step" in err and sorted(losses(tmp_path)) == list(range(1, 201)), err
 
 
 def test_a_stop_request_ends_all_ranks_and_the_run_continues(tmp_path: Path) -> None:

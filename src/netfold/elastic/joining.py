@@ -29,6 +29,18 @@ class Welcome(NamedTuple):
     """The size of the generation before."""
 
 
+class AllEnded(RendezvousError):  # noqa: N818 - named after what is the case
+    """Nobody listens at the address of any member any more. Behind a firewall that refuses, members may live."""
+
+    def __init__(self, generation: int) -> None:
+        super().__init__(
+            f"every member of generation {generation} has ended, and the job's state with them; start all ranks again, "
+            "from a checkpoint"
+        )
+        self.generation = generation
+        """The newest, in which they were."""
+
+
 class Joining:
     """Asks until a generation has this process."""
 
@@ -48,15 +60,22 @@ class Joining:
         """Wait as long as members answer.
 
         after: the last generation that this process was in; 0: none. known: handles of members, beside the store's.
-        Raises RendezvousError where no member answers in time, or one says why the job cannot take this process.
+        Raises RendezvousError where no member answers in time, or one says why the job cannot take this process;
+        AllEnded at once where a process that comes for the first time finds that all members have ended.
         """
         own = self._endpoint.handle.text
         request = {"type": "join", "handle": own, "after": after}
         answered_at, why = time.monotonic(), "the store does not answer"
         while True:
             newest = self._newest.read()
+            if newest is not None and newest.is_over:
+                raise RendezvousError(
+                    f"the job has ended, after generation {newest.generation}: it takes no new rank. A new job needs a "
+                    "store of its own"
+                )
             if newest is not None and newest.generation == 0:
                 why = "the store names none"
+            ended: set[str] = set()
             candidates = [self._take_hint(), *(newest.handles if newest is not None else ()), *known]
             for text in dict.fromkeys(each for each in candidates if each not in ("", own)):
                 caller = Caller(handle.parse(text), self._endpoint)
@@ -67,13 +86,21 @@ class Joining:
                             break
                     if reply["type"] == "welcome":
                         return self._welcome(caller, reply)
-                except (RendezvousError, OSError, EOFError) as error:
+                except RendezvousError as error:
+                    ended.add(text)
+                    why = str(error)
+                    continue
+                except (OSError, EOFError) as error:
                     why = str(error)
                     continue
                 if reply["type"] == "refused":
                     raise RendezvousError(str(reply["text"]))
                 if reply["type"] != "waiting":
                     why = f"{handle.parse(text).where} is no member now"
+            all_ended = newest is not None and newest.is_whole and ended.issuperset(newest.handles)
+            # Rank 0 writes each generation before it forms. So those were the members of the newest one.
+            if after == 0 and newest is not None and all_ended and self._newest.read() == newest:
+                raise AllEnded(newest.generation)
             if time.monotonic() > answered_at + self._timeout_s:
                 raise RendezvousError(
                     f"no member of the job has answered for {self._timeout_s:.0f} s ({why}). Does the store belong to "

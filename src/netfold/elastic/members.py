@@ -11,6 +11,7 @@
             if not change.apply: continue
         apply the step
         if vote.changes: members.change()
+    members.finish()
 
 Safety. A step is applied by all members or by none. Each member votes when it has all that it needs for the step, and
 passes the vote when all have voted. At a loss, the members agree on who goes on (agreement.py). A member reports to
@@ -35,7 +36,7 @@ from netfold.communicator.communicator import Communicator
 from netfold.elastic import messages
 from netfold.elastic.agreement import Decision
 from netfold.elastic.change import Change, Lost, TooFewLeft, Vote
-from netfold.elastic.joining import Joining
+from netfold.elastic.joining import AllEnded, Joining
 from netfold.elastic.negotiation import REQUEST_S, Loss
 from netfold.elastic.newest import NewestGeneration
 from netfold.elastic.service import Service
@@ -67,7 +68,7 @@ class Members:
         self.communicator = communicator
         """The same object in all generations; its `group` is the one of now."""
         self.first: Change | None = None
-        """The change by which this process came in; None in the first generation."""
+        """The change by which this process came in; None where the job began with it."""
         newest = NewestGeneration(store)
         self._standing = Standing(
             communicator,
@@ -104,10 +105,7 @@ class Members:
         members = cls(
             communicator, store=store, min_size=min_size, max_size=max_size, done=done, join_timeout_s=join_timeout_s
         )
-        with members._changed:
-            members._standing.enter(1, communicator.handles)
-            members._standing.formed = True
-        members._publish(waits=False)
+        members._begin(1)
         return members
 
     @classmethod
@@ -125,7 +123,7 @@ class Members:
         """Join a job that has begun. Waits, as a spare where need be, as long as a member answers.
 
         Afterwards `lacks` is set, and `first` says who sends the state. Raises RendezvousError where no member answers
-        for join_timeout_s.
+        for join_timeout_s, or all have ended.
         """
         communicator = Communicator.outside(
             options=options, timeout_s=timeout_s, join_timeout_s=join_timeout_s, store_host=store_host
@@ -156,6 +154,9 @@ class Members:
     ) -> Members:
         """The members of a launcher's job: all ranks of the first start, or a newcomer where the job has begun.
 
+        Where all members have ended, the job begins again, without their state, once a process of each rank has come.
+        Then `first` is None, and `generation` above 1.
+
         store: one that outlives ranks. Default: the one of `netfold store` that NETFOLD_STORE names; else rank 0's
         process serves one, and when that process has ended, there are no newcomers any more.
         """
@@ -166,11 +167,14 @@ class Members:
         elif store is None:
             store = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=join_timeout_s)
         limits: Any = {"min_size": min_size, "max_size": max_size, "join_timeout_s": join_timeout_s}
-        newest = NewestGeneration(store).read()
+        newest, ended = NewestGeneration(store).read(), 0
         if newest is not None and newest.generation > 0:
-            return cls.newcomer(store, options=options, timeout_s=timeout_s, store_host=place.host, **limits)
+            try:
+                return cls.newcomer(store, options=options, timeout_s=timeout_s, store_host=place.host, **limits)
+            except AllEnded as error:
+                ended = error.generation
         communicator = Communicator(
-            PrefixStore(store, "elastic/first/"),
+            PrefixStore(store, f"elastic/after-{ended}/"),
             place.rank,
             place.size,
             options=options,
@@ -181,14 +185,16 @@ class Members:
         try:
             # Rank 0's process, and a store in it, may end once all ranks have connected.
             communicator.barrier(timeout_s=join_timeout_s)
-            return cls.of(communicator, store=store, done=done, **limits)
+            members = cls(communicator, store=store, done=done, **limits)
+            members._begin(ended + 1)
+            return members
         except BaseException:
             communicator.close()
             raise
 
     @property
     def generation(self) -> int:
-        """1 for the first generation; 0 for a newcomer that waits."""
+        """1 for the first; 0 for a newcomer that waits."""
         return self._standing.generation
 
     @property
@@ -280,6 +286,15 @@ class Members:
         self._fruitless, self._done_at_change = self._fruitless + 1 if is_fruitless else 0, change.done
         return change
 
+    def finish(self) -> None:
+        """Say that the job is done, before `close`: a process that comes later gets an error at once.
+
+        Every member may call this once all have done their last step. Without it such a process finds that all members
+        have ended, and begins the job again.
+        """
+        if self.rank == 0:
+            self._standing.newest.end(self.generation)
+
     def close(self) -> None:
         """End without waiting for other members. Idempotent."""
         with self._changed:
@@ -296,6 +311,13 @@ class Members:
         self.close()
 
     # --- from one generation to the next ---
+
+    def _begin(self, generation: int) -> None:
+        """Begin the job with this generation, whose communicator has formed."""
+        with self._changed:
+            self._standing.enter(generation, self.communicator.handles)
+            self._standing.formed = True
+        self._publish(waits=False)
 
     def _go_on(
         self, before: Sequence[str], origin: list[int], why: dict[int, str], loss: Loss | None, *, is_member: bool

@@ -43,7 +43,7 @@ class Service:
     def _handle_join(self, newcomer: str, after: int) -> Message:
         standing, own = self._standing, self._standing.communicator.endpoint.handle
         generation, size = standing.generation, standing.size
-        if newcomer in standing.handles and generation > max(after, 1):
+        if newcomer in standing.handles and generation > after and generation - 1 in standing.past:
             decision, former = standing.past[generation - 1]
             packed = messages.pack(Decide(decision))
             return {"type": "welcome", "generation": generation, "size": size, "decision": packed, "former": former}

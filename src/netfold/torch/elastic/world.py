@@ -297,7 +297,7 @@ class World:
         while True:
             try:
                 self.members.communicator.barrier()
-                return
+                return self.members.finish()
             except Exception as error:
                 try:
                     self._adopt(self._change(error))
