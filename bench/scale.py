@@ -14,6 +14,7 @@ memory does not suffice, is a row that says so.
 from __future__ import annotations
 
 import importlib.util
+import gc
 import os
 import re
 import resource
@@ -80,6 +81,10 @@ class Member(Protocol):
 
     def all_reduce(self, group: int, array: np.ndarray[Any, Any]) -> None: ...
 
+    def why(self, size_bytes: int) -> str:
+        """The algorithm of an all_reduce and the reason for it; empty where the backend does not tell."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -112,6 +117,9 @@ class Netfold:
 
     def all_reduce(self, group: int, array: np.ndarray[Any, Any]) -> None:
         self._groups[group].all_reduce(array)
+
+    def why(self, size_bytes: int) -> str:
+        return self._groups[0].group.why("all_reduce", size_bytes)
 
     def close(self) -> None:
         for group in self._groups:
@@ -149,6 +157,9 @@ class Gloo:
 
     def all_reduce(self, group: int, array: np.ndarray[Any, Any]) -> None:
         self._dist.all_reduce(self._tensor_of(array), group=self._groups[group])
+
+    def why(self, size_bytes: int) -> str:
+        return ""
 
     def close(self) -> None:
         self._dist.destroy_process_group()
@@ -193,6 +204,7 @@ def be_forked(side: str, rank: int, size: int, job: str, deadline_s: float, orde
         "start": member.start,
         "new_group": member.new_group,
         "all_reduce": partial(all_reduces, member, rank, size),
+        "why": member.why,
     }
     while True:
         name, *arguments = orders.recv()
@@ -226,6 +238,9 @@ class Forked:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         # For the orders of the ranks. The ranks get the former limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        # A rank's garbage collector would write to each object that it shares with the host, and so copy them all.
+        gc.collect()
+        gc.freeze()
         for rank in ranks:
             own, of_rank = Pipe()
             pid = os.fork()
@@ -361,6 +376,7 @@ def launch(network: Network, side: str, size: int, calls: int, deadline_s: float
             "after_store_s": start["s"] + start["began"] - max(start["values"]),
             "start_of_ranks_s": median_and_most(start["took"]),
             "start_cpu_s": median_and_most(start["cpu"]),
+            "why": {size_bytes: ask("why", size_bytes)["values"][0] for size_bytes in (SMALL, LARGE)},
             "first_s": call_s(0, SMALL, 1),
             "small_s": call_s(0, SMALL, calls),
             "large_s": call_s(0, LARGE, LARGE_CALLS),

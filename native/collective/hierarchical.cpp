@@ -4,8 +4,9 @@
 // chosen for that.
 //
 //   all_reduce      Hosts of L ranks each: reduce-scatter inside (rank p keeps part p), an all_reduce of part p among
-//                   the p-th ranks of all hosts, all L of them at once, all-gather inside. On uneven hosts, and where a
-//                   switch adds between hosts: reduce inside, all_reduce among the leaders, broadcast inside.
+//                   the p-th ranks of all hosts, all L of them at once, all-gather inside. A part has 1 KiB or more, so
+//                   of a small tensor only the first ranks have one. On uneven hosts, and where a switch adds between
+//                   hosts: reduce inside, all_reduce among the leaders, broadcast inside.
 //   reduce          Inside, then among the leaders. The root leads its host. Through a switch, which only each host's
 //                   first rank joined, the first rank of the root's host passes the result to the root.
 //   broadcast       Among the leaders, then inside. The root leads its host. Through a switch the root first sends to
@@ -38,6 +39,8 @@ namespace netfold::collective {
 namespace {
 
 constexpr std::size_t kSizeBytes = sizeof(std::uint64_t);
+// Of less, a message between hosts costs more than its data.
+constexpr std::size_t kLeastPartBytes = 1024;
 
 std::size_t total(const std::vector<std::uint64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
@@ -108,7 +111,7 @@ class Hierarchical final : public CallSequence {
     bool is_even = true;
     for (std::size_t host = 0; host < hosts_.size(); ++host) is_even &= hosts_.ranks(host).size() == ranks;
     const Buffer& tensor = call_.outputs[0];
-    // A switch adds for one rank per host. Otherwise every rank has a part of the tensor to itself.
+    // A switch adds for one rank per host. Otherwise each rank has a part of the tensor to itself.
     if (!is_even || goes_by_switch()) {
       inside(Kind::reduce, 0, {}, {tensor});
       between(Kind::all_reduce, 0, {}, {tensor});
@@ -116,16 +119,18 @@ class Hierarchical final : public CallSequence {
       inside(Kind::broadcast, 0, {}, {tensor});
       return;
     }
-    std::vector<std::uint64_t> sizes;
-    for (std::size_t i = 0; i < ranks; ++i) {
-      sizes.push_back((call_.elements() / ranks + (i < call_.elements() % ranks ? 1 : 0)) *
-                      kernels::element_bytes(call_.dtype));
+    const std::size_t parts_used = std::clamp<std::size_t>(tensor.bytes / kLeastPartBytes, 1, ranks);
+    std::vector<std::uint64_t> sizes(ranks, 0);
+    for (std::size_t i = 0; i < parts_used; ++i) {
+      sizes[i] = (call_.elements() / parts_used + (i < call_.elements() % parts_used ? 1 : 0)) *
+                 kernels::element_bytes(call_.dtype);
     }
     const std::vector<Buffer> parts = consecutive(tensor.data, sizes);
     const std::size_t position = hosts_.position();
     for (std::size_t host = 0; host < hosts_.size(); ++host) team_[host] = hosts_.ranks(host)[position];
     inside(Kind::reduce_scatter, 0, parts, {parts[position]});
-    between(Kind::all_reduce, 0, {}, {parts[position]});
+    // The first ranks always meet, and find out whether all hosts have made the same call.
+    if (position < parts_used) between(Kind::all_reduce, 0, {}, {parts[position]});
     divide_by_ranks(parts[position]);
     inside(Kind::all_gather, 0, {parts[position]}, parts);
   }
