@@ -13,8 +13,8 @@ memory does not suffice, is a row that says so.
 
 from __future__ import annotations
 
-import importlib.util
 import gc
+import importlib.util
 import os
 import re
 import resource
