@@ -445,13 +445,14 @@ def scale(
 
 
 def page(found: Mapping[int, Found], calls: int) -> str:
-    times, held, ratios, failures = [], [], [], []
+    times, held, ratios, failures, algorithms = [], [], [], [], []
     for size, of_size in found.items():
         well: dict[str, list[Found]] = {}
         for side, launches in of_size["sides"].items():
             place = [size, of_size["hosts"], side]
             reasons = [of["failed"].replace("|", "/") for of in launches if "failed" in of]
             well[side] = [of for of in launches if "failed" not in of]
+            algorithms += [[size, *map(algorithm, of["why"].values())] for of in well[side] if side == "netfold"]
             if well[side]:
                 times.append([*place, *time_cells(well[side])])
                 held.append([*place, *held_cells(well[side])])
@@ -467,12 +468,18 @@ the same order. A new group: of all ranks, while the first lives
 (netfold: `split`; gloo: `new_group`). An all_reduce's time is the
 slowest rank's: the first one in a group; the median of {calls} of {SMALL} B and of {LARGE_CALLS} of 1 MB of f32, every
 element checked. The end: from the order to close until the last process has ended. Of several launches: their median,
-5% .. 95%.""",
+5% .. 95%. Of gloo's start-up on one host, torch's store takes nearly all; why it takes seconds there was not found. So
+the ratios below also compare what comes after the store.""",
         driver.table(
             TIMES,
             times,
         ),
     ]
+    if algorithms:
+        parts += [
+            "The algorithm of netfold's all_reduce in each launch. It follows from the links that were measured at start:",
+            driver.table("ranks | 4 B | 1 MB", algorithms),
+        ]
     if failures:
         parts.append("Launches that failed:\n\n" + "\n".join(f"- {each}" for each in failures))
     if held:
@@ -492,6 +499,12 @@ socket buffers included.""",
             driver.table("ranks | start-up | start-up after the store | new group", ratios),
         ]
     return "\n\n".join(parts)
+
+
+def algorithm(why: str) -> str:
+    """Of what `Group.why` says: the name, and that of the algorithm between hosts."""
+    name, _, rest = why.partition(" (")
+    return f"{name}, {rest.partition(';')[0]}" if rest.partition(";")[0].endswith("between hosts") else name
 
 
 def time_cells(launches: Sequence[Found]) -> list[object]:

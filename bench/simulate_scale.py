@@ -31,6 +31,7 @@ from network_model import Between, Dragonfly, FatTree, Latency, Network, between
 from start_simulation import Costs, Rendezvous, Result, StartUp, even_hosts, meet
 
 from netfold.bootstrap.open_files import files_needed
+from netfold.bootstrap.store import MAX_KEYS
 from netfold.bootstrap.tcp_store import MAX_BYTES, MAX_CONNECTIONS
 from netfold.bootstrap.tree import MAX_FRAME_BYTES
 from netfold.plan.packets import Fabric, all_reduce
@@ -95,7 +96,7 @@ def start_rows(ranks: int, met: Rendezvous, own: Costs, torchs: Costs) -> tuple[
     cases: list[tuple[str, Costs, Network, int, bool]] = [("torch's", torchs, fat, gbit, False) for gbit in RATES] + [
         ("torch's", torchs, dragonfly, 10, False),
         ("torch's, a switch in each rack", torchs, fat, 10, True),
-        ("torch's, 128 keys a request", replace(torchs, batch=128), fat, 10, False),
+        ("torch's, a key a request", replace(torchs, batch=1), fat, 10, False),
         (f"netfold's{', without its bound' if ranks >= MAX_CONNECTIONS else ''}", own, fat, 10, False),
     ]
     rows, shown = [], None
@@ -480,7 +481,11 @@ packets whose pace continues. The formula of 8 B knows no padding to a whole pac
         rows = [
             ["netfold's store", f"{MAX_CONNECTIONS:,} connections at once", "more ranks are refused"],
             ["open files of rank 0, which serves the store", "one a rank", f"the hard limit, here {hard:,}"],
-            ["rank 0's requests for the places", "2 P, one after the other", "128 keys a request: above"],
+            [
+                "rank 0's requests for the places",
+                f"2 P / {MAX_KEYS}, one after the other",
+                "above, also with a key a request",
+            ],
             ["a native group", f"{native / 1e3:.1f} KB for each rank, at every rank", "P times ranks a host"],
             ["the frame with all addresses", f"{MAX_FRAME_BYTES >> 20} MB", f"at about {_ranks(frame_ranks)} ranks"],
             ["values in netfold's store", f"{MAX_BYTES >> 20} MB", f"at about {_ranks(store_ranks)} ranks"],

@@ -23,7 +23,7 @@ import msgpack
 from netfold import Options
 from netfold.bootstrap import rendezvous
 from netfold.bootstrap.listener import RegisteredGroup
-from netfold.bootstrap.store import PrefixStore
+from netfold.bootstrap.store import MAX_KEYS, PrefixStore
 from netfold.bootstrap.tree import Place, Receive, Send, broadcast_steps, gather_steps
 from netfold.sim.clock import Clock
 from netfold.switch_protocol import control_messages
@@ -70,7 +70,7 @@ class Costs:
     """Whether the store's server takes the core (and the GIL) of rank 0."""
     backlog: int = 4096
     """Connections that wait at the store's listener."""
-    batch: int = 1
+    batch: int = MAX_KEYS
     """Keys that rank 0 reads or writes with one request of the store."""
 
 

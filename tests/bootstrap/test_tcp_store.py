@@ -15,6 +15,7 @@ from ranks import run_ranks, values
 
 from netfold import Communicator
 from netfold.bootstrap import tcp_store
+from netfold.bootstrap.store import MAX_KEYS, PrefixStore, get_first, set_all
 from netfold.communicator import RendezvousError, TcpStore
 
 pytestmark = pytest.mark.native
@@ -40,6 +41,24 @@ def test_one_rank_gets_a_value_that_another_sets() -> None:
     assert [first.add("n", 2), second.add("n", 3), first.add("n", 0)] == [2, 5, 5]
     second.close()
     first.close()
+
+
+def test_many_keys_go_with_a_request_as_far_as_they_are_set() -> None:
+    first, second = pair(free_port())
+    keys = [f"key {number}" for number in range(300)]
+    set_all(PrefixStore(first, "of a group/"), ((key, key.encode()) for key in keys[:200]))
+    of_group = PrefixStore(second, "of a group/")
+    assert get_first(of_group, keys, 1) == [key.encode() for key in keys[:MAX_KEYS]]
+    assert get_first(of_group, keys[150:], 1) == [key.encode() for key in keys[150:200]]
+    with pytest.raises(TimeoutError, match=r"key 200 was not set within 0\.1 s"):
+        get_first(of_group, keys[200:], 0.1)
+    late = threading.Timer(0.2, first.set, ("of a group/key 200", b"late"))
+    late.start()
+    assert get_first(of_group, keys[200:], 5) == [b"late"]
+    # One message holds so many of these.
+    large = [(key, bytes(10_000)) for key in keys[:10]]
+    set_all(first, large)
+    assert get_first(second, keys[:10], 1) == [bytes(10_000)] * 3
 
 
 def test_a_get_waits_for_its_key_until_its_timeout() -> None:
@@ -172,6 +191,22 @@ def test_a_store_may_be_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(50):
         tcp_store.TcpStoreServer("127.0.0.1", 0, "job").close()
     assert not raised
+
+
+def test_hundreds_of_ranks_may_connect_at_once() -> None:
+    server = tcp_store.TcpStoreServer("127.0.0.1", 0, "job")
+    clients = [socket.socket() for _ in range(300)]
+    try:
+        server._loop.call_soon_threadsafe(time.sleep, 1.5)  # it accepts none
+        began = time.monotonic()
+        for client in clients:
+            client.settimeout(1)
+            client.connect(("127.0.0.1", server.port))
+        assert time.monotonic() - began < 1.5, "a connection was tried again"
+    finally:
+        for client in clients:
+            client.close()
+        server.close()
 
 
 def test_many_waiting_gets_take_no_thread_each_and_a_released_store_connects_again() -> None:

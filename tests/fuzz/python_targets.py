@@ -279,7 +279,7 @@ def seeds() -> dict[str, list[bytes]]:
             framed({**join, "switch": 7, "endpoint": "127.0.0.1:1"}),
         ],
         "store": [
-            framed({"type": "set", "key": "k", "value": b"v"}, {"type": "get", "key": "k", "timeout_s": 1.0}),
+            framed({"type": "set", "values": {"k": b"v"}}, {"type": "get", "keys": ["k"], "timeout_s": 1.0}),
             framed({"type": "add", "key": "k", "amount": 2}, {"type": "add", "key": "k", "amount": -1}),
         ],
         "tokens": [

@@ -151,13 +151,16 @@ def test_a_run_json_that_is_no_object_is_refused(tmp_path: Path) -> None:
     "request_",
     [
         # bytes(2**40) is a terabyte of zeros.
-        {"type": "set", "key": "k", "value": 1 << 40},
-        {"type": "set", "key": "k", "value": [1, 2]},
+        {"type": "set", "values": {"k": 1 << 40}},
+        {"type": "set", "values": {"k": [1, 2]}},
+        {"type": "set", "values": [b"k", b"v"]},
+        {"type": "get", "keys": ["k"] * 129, "timeout_s": 1.0},
+        {"type": "get", "keys": [], "timeout_s": 1.0},
         {"type": "add", "key": "k", "amount": float("inf")},
         {"type": "add", "key": "k", "amount": "9" * 4000},
         {"type": "add", "key": "k", "amount": (1 << 63) - 1},
-        {"type": "get", "key": "k", "timeout_s": 1e300},
-        {"type": "get", "key": "k", "timeout_s": "1"},
+        {"type": "get", "keys": ["k"], "timeout_s": 1e300},
+        {"type": "get", "keys": ["k"], "timeout_s": "1"},
     ],
 )
 def test_a_store_closes_a_connection_with_an_oversized_request(
@@ -167,7 +170,7 @@ def test_a_store_closes_a_connection_with_an_oversized_request(
     monkeypatch.setattr(threading, "excepthook", raised.append)
     server = TcpStoreServer("127.0.0.1", 0, "job")
     try:
-        with pytest.raises(ValueError, match=r"bytes|whole number|waited for"):
+        with pytest.raises(ValueError, match=r"bytes|whole number|waited for|1 to 128 keys"):
             server.reply(request_)
         assert (server._bytes, server._values, server._counters) == (0, {}, {})
         check("store", framed(request_))

@@ -25,7 +25,7 @@ from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
-from netfold.bootstrap.store import PrefixStore, Store, release
+from netfold.bootstrap.store import PrefixStore, Store, get_first, release, set_all
 from netfold.bootstrap.tree import Place, SocketLinks, StartTree, places_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
@@ -370,12 +370,14 @@ def _publish_places(
     """
     found: list[tuple[list[str], str]] = []
     try:
-        for peer in range(group.size):
-            published = json.loads(store.get(_address(peer), _left(deadline)))
-            if "gave_up" in published:
-                raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
-            check_fit(published, peer, group.rank, group.rails, fabric)
-            found.append((published["at"], published["host"]))
+        keys = [_address(peer) for peer in range(group.size)]
+        while len(found) < group.size:
+            for value in get_first(store, keys[len(found) :], _left(deadline)):
+                peer, published = len(found), json.loads(value)
+                if "gave_up" in published:
+                    raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
+                check_fit(published, peer, group.rank, group.rails, fabric)
+                found.append((published["at"], published["host"]))
     except (TimeoutError, RendezvousError) as error:
         refusal: dict[str, Any] = {"absent": _absent(store, group)}
         if isinstance(error, RendezvousError):
@@ -383,15 +385,17 @@ def _publish_places(
         _publish_refusal(store, group.size, refusal)
         raise _refused(refusal, group) from None
     hosts = hosts_of([identity for _, identity in found])
-    for rank, place in places_of(hosts):
+
+    def place_of(rank: int, place: Place) -> tuple[str, bytes]:
         parent_at = [] if place.parent is None else found[place.parent][0]
-        store.set(_place(rank), json.dumps([place, parent_at]).encode())
+        return _place(rank), json.dumps([place, parent_at]).encode()
+
+    set_all(store, (place_of(*each) for each in places_of(hosts)))
     return found
 
 
 def _publish_refusal(store: Store, size: int, refusal: dict[str, Any]) -> None:
-    for peer in range(size):
-        store.set(_place(peer), json.dumps(refusal).encode())
+    set_all(store, ((_place(peer), json.dumps(refusal).encode()) for peer in range(size)))
 
 
 def _read_place(store: Store, group: RegisteredGroup, deadline: float) -> tuple[Place, list[str]]:

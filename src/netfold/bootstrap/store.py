@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 
 class Store(Protocol):
-    """A key-value store shared by the ranks; torch's stores fit by a small adapter in `netfold.torch`."""
+    """A key-value store shared by the ranks; torch's stores fit by a small adapter in `netfold.torch`.
+
+    One that takes many keys with a request also has `get_first(keys, timeout_s)` and `set_all(values)`, as the
+    functions of these names below, for up to MAX_KEYS keys.
+    """
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -20,6 +25,37 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0, atomically; returns the new value."""
         ...
+
+
+MAX_KEYS = 128
+"""Of one request."""
+MAX_REQUEST_BYTES = 1 << 15
+"""Of the keys and values of one request, where it has several."""
+
+
+def get_first(store: Store, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+    """The values of the first keys, as many as are set and one request holds. Waits for the first key: TimeoutError."""
+    many = getattr(store, "get_first", None)
+    found: list[bytes] = many(keys[:MAX_KEYS], timeout_s) if many is not None else [store.get(keys[0], timeout_s)]
+    return found
+
+
+def set_all(store: Store, values: Iterable[tuple[str, bytes]]) -> None:
+    """Set keys, many with one request where the store can."""
+    many = getattr(store, "set_all", None)
+    waiting: dict[str, bytes] = {}
+    size_bytes = 0
+    for key, value in values:
+        if many is None:
+            store.set(key, value)
+            continue
+        if len(waiting) == MAX_KEYS or (waiting and size_bytes + len(key) + len(value) > MAX_REQUEST_BYTES):
+            many(waiting)
+            waiting, size_bytes = {}, 0
+        waiting[key] = value
+        size_bytes += len(key) + len(value)
+    if many is not None and waiting:
+        many(waiting)
 
 
 def release(store: Store) -> None:
@@ -42,6 +78,12 @@ class PrefixStore:
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(self._prefix + key, amount)
+
+    def get_first(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        return get_first(self._store, [self._prefix + key for key in keys], timeout_s)
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        set_all(self._store, ((self._prefix + key, value) for key, value in values.items()))
 
     def release(self) -> None:
         release(self._store)

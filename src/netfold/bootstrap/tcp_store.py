@@ -20,10 +20,12 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold.bootstrap.addresses import encoded
 from netfold.bootstrap.open_files import allow_open_files
+from netfold.bootstrap.store import MAX_KEYS, MAX_REQUEST_BYTES
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 
@@ -108,7 +110,10 @@ class TcpStoreServer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await self._loop.create_server(lambda: _Connection(self, self._loop), sock=self._listener)
+        # Without it, asyncio makes the queue short. A rank that finds it full tries again after a second.
+        server = await self._loop.create_server(
+            lambda: _Connection(self, self._loop), sock=self._listener, backlog=MAX_CONNECTIONS
+        )
         await self._is_over.wait()
         server.close()
         for connection in list(self.connections):
@@ -116,19 +121,20 @@ class TcpStoreServer:
         await asyncio.sleep(0)
 
     def reply(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """The reply; None for a `get` of a key that is not set. Raises as a malformed request makes it."""
-        key = str(request["key"])
+        """The reply; None for a `get` whose first key is not set. Raises as a malformed request makes it."""
         if request["type"] == "set":
-            value = request["value"]
-            if not isinstance(value, bytes):
+            values = request["values"]
+            if not isinstance(values, dict) or not all(isinstance(value, bytes) for value in values.values()):
                 raise ValueError("a value is bytes")
-            self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
-            self._values[key] = value
-            for connection in self._waiting.pop(key, ()):
-                connection.wake({"type": "ok", "value": value})
+            for key, value in values.items():
+                self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
+                self._values[key] = value
+            for key in values:
+                for connection in self._waiting.pop(key, ()):
+                    connection.wake()
             return {"type": "ok", "value": None}
         if request["type"] == "add":
-            amount = request["amount"]
+            key, amount = str(request["key"]), request["amount"]
             if not isinstance(amount, int) or abs(total := self._counters.get(key, 0) + amount) > MAX_COUNT:
                 raise ValueError("an amount is a whole number, and a counter bounded")
             self._grow(0 if key in self._counters else len(key))
@@ -138,8 +144,23 @@ class TcpStoreServer:
             timeout_s = request["timeout_s"]
             if not isinstance(timeout_s, (int, float)) or not timeout_s <= threading.TIMEOUT_MAX:
                 raise ValueError("a timeout is a number of seconds that can be waited for")
-            return {"type": "ok", "value": self._values[key]} if key in self._values else None
+            found = self._first_values(request["keys"])
+            return {"type": "ok", "value": found} if found else None
         raise ValueError(f"no request {request['type']!r}")
+
+    def _first_values(self, keys: Any) -> list[bytes]:
+        """Those of the first keys, as far as they are set and one message holds them, and of the first one."""
+        if not isinstance(keys, list) or not 0 < len(keys) <= MAX_KEYS:
+            raise ValueError(f"a request has 1 to {MAX_KEYS} keys")
+        found: list[bytes] = []
+        size_bytes = 0
+        for key in keys:
+            value = self._values.get(key)
+            if value is None or (found and size_bytes + len(value) > MAX_REQUEST_BYTES):
+                break
+            found.append(value)
+            size_bytes += len(value)
+        return found
 
     def wait(self, connection: _Connection, key: str) -> None:
         """Call the connection's `wake` once the key is set."""
@@ -166,7 +187,7 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._received = bytearray()
         self._knows_job = False
-        self._key = ""  # of the get that waits
+        self._get: dict[str, Any] | None = None  # that waits for its first key
         self._timer: asyncio.TimerHandle | None = None  # of the hello, or of that get
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -206,22 +227,26 @@ class _Connection(asyncio.Protocol):
             return self._send({"type": "ok", "value": None})
         reply = self._server.reply(message)
         if reply is None and message["timeout_s"] > 0:
-            self._key = str(message["key"])
-            self._timer = self._loop.call_later(message["timeout_s"], self.wake, _NOT_SET)
-            return self._server.wait(self, self._key)
+            self._get = message
+            self._timer = self._loop.call_later(message["timeout_s"], self.wake)
+            return self._server.wait(self, message["keys"][0])
         self._send(_NOT_SET if reply is None else reply)
 
-    def wake(self, reply: dict[str, Any]) -> None:
-        """Reply to the get that waits."""
+    def wake(self) -> None:
+        """Reply to the get that waits: its first key is set, or its time is over."""
+        message = self._get
         self._stop_waiting()
-        self._send(reply)
+        assert message is not None
+        self._send(self._server.reply(message) or _NOT_SET)
         self.data_received(b"")
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._server.forget(self, self._key)
+        if self._get is not None:
+            self._server.forget(self, self._get["keys"][0])
+            self._get = None
 
     def _send(self, message: dict[str, Any]) -> None:
         self._transport.write(control_messages.encode(message))
@@ -258,13 +283,19 @@ class TcpStore:
             raise
 
     def set(self, key: str, value: bytes) -> None:
-        self._request({"type": "set", "key": key, "value": value}, _GRACE_S)
+        self.set_all({key: value})
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        self._request({"type": "set", "values": dict(values)}, _GRACE_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        reply = self._request({"type": "get", "key": key, "timeout_s": timeout_s}, timeout_s + _GRACE_S)
+        return self.get_first([key], timeout_s)[0]
+
+    def get_first(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        reply = self._request({"type": "get", "keys": list(keys), "timeout_s": timeout_s}, timeout_s + _GRACE_S)
         if reply["type"] != "ok":
-            raise TimeoutError(f"{key} was not set within {timeout_s:.1f} s")
-        return bytes(reply["value"])
+            raise TimeoutError(f"{keys[0]} was not set within {timeout_s:.1f} s")
+        return [bytes(each) for each in reply["value"]]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._request({"type": "add", "key": key, "amount": amount}, _GRACE_S)["value"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -15,6 +17,8 @@ class TorchStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        asked: Any = store  # as in `set_all`
+        self._takes_many = bool(asked.has_extended_api())
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken; the stub says str
@@ -31,3 +35,17 @@ class TorchStore:
 
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(key, amount))
+
+    def get_first(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        first, several = self.get(keys[0], timeout_s), list(keys)
+        if len(several) == 1 or not self._takes_many or not self._store.check(several):
+            return [first]
+        return [bytes(each) for each in self._store.multi_get(several)]
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        if self._takes_many:
+            many: Any = self._store  # the stub lacks the method
+            many.multi_set(list(values), list(values.values()))
+            return
+        for key, value in values.items():
+            self.set(key, value)
