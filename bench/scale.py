@@ -477,7 +477,7 @@ the ratios below also compare what comes after the store.""",
     ]
     if algorithms:
         parts += [
-            "The algorithm of netfold's all_reduce in each launch. It follows from the links that were measured at start:",
+            "The algorithm of netfold's all_reduce in each launch, which follows from the links measured at start:",
             driver.table("ranks | 4 B | 1 MB", algorithms),
         ]
     if failures:

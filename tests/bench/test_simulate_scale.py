@@ -142,7 +142,7 @@ def test_the_same_start_is_simulated_twice(start: Any) -> None:
 
 
 def test_fewer_cores_keys_and_places_in_the_queue_take_their_time(start: Any) -> None:
-    alone = start_up(start, 200, 8).run()
+    alone = start_up(start, 200, 8, {"batch": 1}).run()
     assert start_up(start, 200, 8, cores=2).run().seconds > 1.5 * alone.seconds
     batched = start_up(start, 200, 8, {"batch": 64}).run()
     assert sum(alone.requests.values()) - sum(batched.requests.values()) == 2 * 200 - 2 * 4
