@@ -89,6 +89,7 @@ SCHEDULES ?= 20
 SECONDS ?= 30
 chaos: build ## faults on the real thing: SCHEDULES=20 of SECONDS=30; SEED=n runs one again (root, network namespaces)
 	@$(PY) tests/chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES)) $(CHAOS)
+	@$(PY) tests/chaos/members.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES))
 
 # `make test` opens pages in a browser where there is one.
 test-browser: build

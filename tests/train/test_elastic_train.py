@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from load import seconds, settles
 
+from netfold.runs.metrics import read_metrics
+
 pytestmark = [pytest.mark.torch, pytest.mark.jobs]
 
 RECIPE = """
@@ -158,6 +160,8 @@ def test_without_restarts_the_ranks_that_are_left_end_the_run(tmp_path: Path) ->
     assert sorted(losses(tmp_path)) == list(range(1, 81)), err
     notes = [line["text"] for line in lines(tmp_path, "note")]
     assert any("generation 2 has 2 ranks, from step" in text for text in notes), notes
+    metrics = read_metrics(tmp_path / "run")
+    assert [line["ranks"] for line in metrics.starts] == [3, 2] and metrics.restarts == 0
 
 
 def test_all_ranks_start_again_from_a_checkpoint_if_none_is_left(tmp_path: Path) -> None:
@@ -180,6 +184,7 @@ def test_the_run_begins_again_from_a_checkpoint_if_only_new_ranks_are_left(tmp_p
     _, err = ended(process)
     assert process.returncode == 0 and "no rank is left" not in err, err
     assert "continuing after step" in err and sorted(losses(tmp_path)) == list(range(1, 201)), err
+    assert read_metrics(tmp_path / "run").cost_of_failures.startswith("cost of failures: 1 restart of all ranks, "), err
 
 
 def test_a_stop_request_ends_all_ranks_and_the_run_continues(tmp_path: Path) -> None:

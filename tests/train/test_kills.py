@@ -70,7 +70,7 @@ def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) 
         metric, uninterrupted, cost = json.loads((folder / f"ended-{rank}").read_text())
         assert metric == uninterrupted, f"{replay}: the same bits as a run that nobody killed"
         if rank == 0:
-            toll = re.search(r"(\d+) restarts of all ranks, (\d+) steps repeated, ([\d.]+) s lost", cost)
+            toll = re.search(r"(\d+) restarts? of all ranks, (\d+) steps? repeated, ([\d.]+) s lost", cost)
             assert toll is not None, cost
             assert int(toll[1]) == kills
             # A process that is killed between two callbacks of a step has written one more line.

@@ -75,7 +75,7 @@ def test_the_last_line_of_a_repeated_step_counts_and_is_marked(tmp_path: Path) -
     ]
     assert len(found.starts) == 2 and len(found.notes) == 2 and found.is_finished
     # The run continued after step 10: steps 11 to 13 were done twice.
-    assert found.cost_of_failures.startswith("cost of failures: 1 restarts of all ranks, 3 steps repeated, ")
+    assert found.cost_of_failures.startswith("cost of failures: 1 restart of all ranks, 3 steps repeated, ")
 
 
 def test_steps_after_a_new_start_do_not_count_even_before_they_are_repeated(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert (again.exit_code, again.stdout) == (0, f"{first}/report.html\n")
     page = (first / "report.html").read_text()
     assert "started, going on after step 4, on 2 ranks" in page
-    assert "cost of failures: 1 restarts of all ranks" in page
+    assert "cost of failures: 1 restart of all ranks" in page
 
     # That run is finished, so the next one of its name has another folder. SIGTERM stops the next run.
     second = tmp_path / "runs" / "line-2"

@@ -1,7 +1,7 @@
 """metrics.jsonl: all events of a run in order, one JSON object per line.
 
     {"kind": "started", "time": .., "step": 0, "steps": 100, "batch": 8, "ranks": 2, "parameters": .., "metric": {..},
-     "recipe": {..}}
+     "recipe": {..}}            and "goes_on", where a new rank 0 follows one that was lost, and no rank started again
     {"kind": "step", "time": .., "step": 1, "loss": .., "lr": .., "seconds": .., "data_s": .., "samples": ..,
      "samples_per_s": ..}      and if known or true: "gradient_norm", "exposed", "skipped", "again"
     {"kind": "evaluation", "time": .., "step": 50, "values": {"psnr": .., "loss": ..}, "seconds": ..}
@@ -58,11 +58,15 @@ class Metrics:
         if not self.restarts:
             return ""
         return (
-            f"cost of failures: {self.restarts} restarts of all ranks, {self.steps_repeated} steps repeated, "
+            f"cost of failures: {self.restarts} restart{'' if self.restarts == 1 else 's'} of all ranks, "
+            f"{self.steps_repeated} step{'' if self.steps_repeated == 1 else 's'} repeated, "
             f"{self.seconds_lost:.1f} s lost"
         )
 
     def _start(self, line: Line) -> None:
+        if line.get("goes_on"):
+            self.starts.append(line)
+            return
         done = self.steps[-1]["step"] if self.steps else 0
         self._forget_after(line["step"])
         if self.starts and (self.ended is None or self.ended["reason"] not in ("done", "SIGTERM")):

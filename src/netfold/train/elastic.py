@@ -108,7 +108,7 @@ class ElasticTrainer(Trainer):
             if 0 in (world.rank, self._place):
                 self._callbacks = self._callbacks_of(world.rank)
                 if self._started:
-                    self._announce()
+                    self._announce(goes_on=True)
                     self._write_last_step()
             self._place = world.rank
         if world.last_change:

@@ -247,12 +247,12 @@ class Trainer:
             elif self.recipe.checkpoint.every == "auto" and every < self.steps:
                 self._note("info", f"a checkpoint every {every} steps (checkpoint.every)")
 
-    def _announce(self) -> None:
-        """Tell the callbacks of the start."""
+    def _announce(self, *, goes_on: bool = False) -> None:
+        """Tell the callbacks of the start. goes_on: as of `Started`."""
         self._notify(
             Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
-                self._parameters, self.data.metric,
+                self._parameters, self.data.metric, goes_on,
             )
         )  # fmt: skip
         self._started = True

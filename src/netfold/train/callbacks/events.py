@@ -27,6 +27,8 @@ class Started:
     """Of the whole model."""
     metric: Metric
     """The metric of evaluations."""
+    goes_on: bool = False
+    """No rank has started again: this rank follows the rank 0 that was lost."""
 
 
 @dataclass(frozen=True)

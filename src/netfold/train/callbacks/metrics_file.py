@@ -42,6 +42,7 @@ class MetricsFile(Callback):
         self._write(
             "started", event.step, steps=event.steps, batch=event.batch, ranks=event.ranks,
             parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe.model_dump(),
+            **({"goes_on": True} if event.goes_on else {}),
         )  # fmt: skip
 
     def on_step(self, event: Stepped) -> None:

@@ -1,0 +1,134 @@
+"""Members of an elastic job that are killed, stopped, continued and joined by newcomers at random moments.
+
+A seed draws the faults, and whether the members share memory or know nothing of being on one host. Every step's sum is
+checked. A failure says the seed, the faults, and what each process printed last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from load import Deadline, seconds, settles
+
+FIRST = 4
+MOST = 8
+TESTS = Path(__file__).parent
+
+MEMBER = """
+import json, os, sys, time
+from members_job import Job, first_members, newcomer
+folder, number, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with first_members(folder, number, first) if number < first else newcomer(folder) as members:
+    def until(members):
+        time.sleep(0.005)
+        return os.path.exists(f"{folder}/stop")
+    job = Job(members, until)
+    job.before_vote = lambda: print(json.dumps([members.generation, members.size, members.done]), flush=True)
+    job.run()
+    print(json.dumps(["end", members.size, members.done, float(job.state[0])]), flush=True)
+"""
+
+
+@dataclass
+class Process:
+    number: int
+    running: subprocess.Popen[bytes]
+    log: Path
+    continues_at: float = 0.0  # while it is stopped
+
+    def last(self) -> list[object]:
+        """The line that it printed last. It prints one in each step, so only once it holds the state."""
+        lines = self.log.read_text().splitlines()
+        return json.loads(lines[-1]) if lines and lines[-1].startswith("[") and lines[-1].endswith("]") else []
+
+
+class Chaos:
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.drawn = folder, random.Random(seed)
+        # Over TCP a majority must be left: the end of a process is certain only where ranks share memory.
+        self.transport = ("auto", "tcp")[seed % 2]
+        self.started = 0
+        self.living: list[Process] = []
+        self.done: list[str] = []
+
+    def start(self) -> None:
+        log = self.folder / f"member{self.started}"
+        with open(log, "wb") as out:
+            arguments = [sys.executable, "-c", MEMBER, str(self.folder), str(self.started), str(FIRST)]
+            environment = os.environ | {"PYTHONPATH": str(TESTS), "NETFOLD_TRANSPORT": self.transport}
+            running = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment)
+        self.living.append(Process(self.started, running, log))
+        self.started += 1
+
+    def fault(self) -> None:
+        now = time.monotonic()
+        for each in self.living:
+            if each.continues_at and now > each.continues_at:
+                self._signal(each, signal.SIGCONT, 0.0)
+        going = [each for each in self.living if each.last() and not each.continues_at]
+        kind = self.drawn.choice(("kill", "kill", "stop", "start"))
+        if kind == "start" and len(self.living) < MOST:
+            self.done.append("start")
+            return self.start()
+        # Two that hold the state go on.
+        if len(going) < 3:
+            return
+        victim = self.drawn.choice(going)
+        if kind == "kill":
+            self._signal(victim, signal.SIGKILL, 0.0)
+            victim.running.wait()
+            self.living.remove(victim)
+        elif kind == "stop":
+            self._signal(victim, signal.SIGSTOP, now + self.drawn.uniform(0.2, 6.0))
+
+    def _signal(self, process: Process, number: signal.Signals, continues_at: float) -> None:
+        self.done.append(f"{number.name} {process.number}")
+        process.running.send_signal(number)
+        process.continues_at = continues_at
+
+    def is_settled(self) -> bool:
+        last = [each.last() for each in self.living]
+        return all(each and each[0] == last[0][0] and each[1] == len(self.living) for each in last)
+
+    def output(self) -> str:
+        logs = "\n".join(f"{each.log.name}: {each.log.read_text()[-1500:]}" for each in self.living)
+        return f"{', '.join(self.done)}\n{logs}"
+
+
+def run_chaos(folder: Path, seed: int, quiet_s: float) -> tuple[list[str], int, int]:
+    """Faults for so long on a quiet machine. Returns them, and the last generation and step; AssertionError."""
+    chaos = Chaos(folder, seed)
+    try:
+        for _ in range(FIRST):
+            chaos.start()
+        assert settles(chaos.is_settled, 60.0), chaos.output()
+        left = Deadline(quiet_s)
+        while left.left():
+            time.sleep(chaos.drawn.uniform(0.0, 1.0))
+            chaos.fault()
+        for each in chaos.living:
+            if each.continues_at:
+                chaos._signal(each, signal.SIGCONT, 0.0)
+        assert settles(chaos.is_settled, 60.0), f"seed {seed}: {chaos.output()}"
+        generation = chaos.living[0].last()[0]
+        (folder / "stop").touch()
+        for each in chaos.living:
+            assert each.running.wait(seconds(30)) == 0, f"seed {seed}: {chaos.output()}"
+        ends = [each.last() for each in chaos.living]
+        done = ends[0][2]
+        assert isinstance(done, int)
+        assert ends == [["end", len(ends), done, done * (done + 1) / 2]] * len(ends), f"seed {seed}: {chaos.output()}"
+        assert isinstance(generation, int)
+        return chaos.done, generation, done
+    finally:
+        for each in chaos.living:
+            each.running.kill()
+            each.running.wait()
