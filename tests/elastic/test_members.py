@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from load import seconds
@@ -27,9 +29,11 @@ from members_job import (
 )
 from ranks import Daemon, run_ranks, values
 
-from netfold import Communicator, Options
+from netfold import Communicator, FileStore, Options
 from netfold.communicator import NetfoldError
 from netfold.elastic import Change, Members, TooFewLeft
+from netfold.elastic.joining import Joining
+from netfold.elastic.newest import Newest
 
 # --- lost members ----------------------------------------------------------------------------------------------------
 
@@ -371,6 +375,31 @@ def test_a_process_that_does_not_fit_is_told_why() -> None:
 def test_a_newcomer_without_members_says_so(tmp_path: Path) -> None:
     with pytest.raises(NetfoldError, match=r"no member of the job has answered for 1 s \(the store names none\)"):
         newcomer(str(tmp_path), join_timeout_s=1)
+
+
+def left_alone(rank: int, size: int, folder: str, dead: str) -> tuple[int, bool, int]:
+    """Two newcomers that a generation had taken in, whose member ended before it formed."""
+    store = FileStore(folder)
+    store.set("elastic/newest", json.dumps({"generation": 3, "size": 3, "handles": [dead], "over": False}).encode())
+    wait = Joining.wait
+
+    def knows_all(joining: Joining, *known: Any) -> Any:
+        store.set(f"handle {rank}", joining._endpoint.handle.text.encode())
+        handles = [dead, *(store.get(f"handle {each}", 30).decode() for each in range(size))]
+        joining._newest.read = lambda: Newest(3, handles, True)  # type: ignore[method-assign]
+        return wait(joining, *known)
+
+    Joining.wait = knows_all  # type: ignore[method-assign]
+    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    with Members.from_environment(place, store=store, options=QUIET, join_timeout_s=60) as members:
+        members.vote()
+        return members.generation, members.first is None, members.size
+
+
+def test_newcomers_whose_only_member_ended_before_they_came_in_begin_again() -> None:
+    with Communicator.outside(options=QUIET) as ended:
+        dead = ended.endpoint.handle.text
+    assert values(run_ranks(left_alone, 2, dead)) == [(4, True, 2)] * 2
 
 
 def finishes(rank: int, size: int, folder: str, store: str) -> None:

@@ -30,7 +30,7 @@ class Welcome(NamedTuple):
 
 
 class AllEnded(RendezvousError):  # noqa: N818 - named after what is the case
-    """Nobody listens at the address of any member any more. Behind a firewall that refuses, members may live."""
+    """Of the newest generation nobody listens any more, or is a member. Behind a firewall that refuses, one may be."""
 
     def __init__(self, generation: int) -> None:
         super().__init__(
@@ -75,7 +75,7 @@ class Joining:
                 )
             if newest is not None and newest.generation == 0:
                 why = "the store names none"
-            ended: set[str] = set()
+            ended: set[str] = set()  # or no members: new ranks that were taken in by members that have ended since
             candidates = [self._take_hint(), *(newest.handles if newest is not None else ()), *known]
             for text in dict.fromkeys(each for each in candidates if each not in ("", own)):
                 caller = Caller(handle.parse(text), self._endpoint)
@@ -96,8 +96,9 @@ class Joining:
                 if reply["type"] == "refused":
                     raise RendezvousError(str(reply["text"]))
                 if reply["type"] != "waiting":
+                    ended.add(text)
                     why = f"{handle.parse(text).where} is no member now"
-            all_ended = newest is not None and newest.is_whole and ended.issuperset(newest.handles)
+            all_ended = newest is not None and newest.is_whole and ended.issuperset({*newest.handles} - {own})
             # Rank 0 writes each generation before it forms. So those were the members of the newest one.
             if after == 0 and newest is not None and all_ended and self._newest.read() == newest:
                 raise AllEnded(newest.generation)
