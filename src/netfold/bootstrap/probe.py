@@ -156,8 +156,9 @@ def _ping(stream: ByteStream) -> list[tuple[int, float]]:
     for number, (size, repetitions) in enumerate(_PINGS):
         expected_s = _GROWTH * least_s
         for repetition in range(repetitions):
-            # Two sizes are needed to fit a line, however slow the link.
-            needed = number < 2 and repetition == 0
+            # Two sizes are needed to fit a line, however slow the link. The first ping of all is repeated once in any
+            # case: a lost packet delays it by hundreds of milliseconds, and that would seem to be a slow link.
+            needed = (number < 2 and repetition == 0) or (number, repetition) == (0, 1)
             if not needed and expected_s > left_s:
                 break
             took_s = _round_trip(stream, size)

@@ -18,13 +18,16 @@ _LEAST_PART = 1e-3
 def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
     """Fit latency and rate to (bytes, seconds one way), by least squares of the relative error.
 
-    Of repeated sizes only the fastest sample counts: the link did not delay it. The rate comes from the large messages,
+    Of repeated sizes only the fastest sample counts: the link did not delay it. A larger message that was faster counts
+    for a smaller one, too. The rate comes from the large messages,
     or from the two largest sizes if there are fewer than two large ones. The latency comes from the smallest size.
     Raises ValueError for fewer than two sizes, and for a time that is not above 0.
     """
     quickest: dict[int, float] = {}
     for size, seconds in samples:
         quickest[size] = min(seconds, quickest.get(size, seconds))
+    for size in quickest:
+        quickest[size] = min(seconds for other, seconds in quickest.items() if other >= size)
     if len(quickest) < 2:
         raise ValueError(f"a line needs two sizes or more, not {sorted(quickest)}")
     if min(quickest.values()) <= 0:
