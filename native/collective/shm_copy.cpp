@@ -32,8 +32,8 @@ constexpr std::size_t kChunkBytes = 1 << 20;
 // the work of a single reader. So with several readers, or with one reader of a whole broadcast, one copy is not always
 // faster. Measured in docs/explanation/algorithms.md.
 constexpr std::size_t kExportBytes = 512 << 10;
-// Broadcasts of so many bytes are shared out among two ranks; among more ranks, which wait for each other longer, those
-// beyond the caches. Measured by bench/by_address.py.
+// Broadcasts of so many bytes are shared out between two ranks. Among more, which wait for each other longer, slots take
+// less time. Measured by bench/by_address.py.
 constexpr std::size_t kShareOutBytes = 4 << 20;
 
 class ShmCopy final : public ShmInPlace {
@@ -41,8 +41,8 @@ class ShmCopy final : public ShmInPlace {
   ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
       : ShmInPlace(call, mesh, node),
         streams_(call.choice_bytes() >= kernels::kBeyondCaches),
-        shares_out_(call.kind == Kind::broadcast && node.memory() != nullptr &&
-                    (node.size() == 2 ? call.choice_bytes() >= kShareOutBytes : streams_)),
+        shares_out_(call.kind == Kind::broadcast && node.memory() != nullptr && node.size() == 2 &&
+                    call.choice_bytes() >= kShareOutBytes),
         collected_(index(node.size())),
         copied_(index(node.size())),
         by_slots_(index(node.size())),
@@ -93,18 +93,12 @@ class ShmCopy final : public ShmInPlace {
     return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kExportBytes;
   }
 
-  // Part of a broadcast that is shared out: reads a chunk of the root's buffer, and passes it on while it is cached.
+  // Part of a broadcast that is shared out between two ranks: the root writes one half, the other rank reads the other.
   bool work_on(std::size_t bytes) override {
     std::byte* own = call_.outputs[0].data + first_;
-    if (self_ != call_.root && !read_chunk(call_.root, own, bytes, streams_ && size_ == 2)) return false;
-    for (int i = 1; i < size_; ++i) {
-      const int position = (self_ + i) % size_;
-      if (position == call_.root) continue;
-      std::byte read_before_write{};
-      if (!read_chunk(position, &read_before_write, 1, false)) return false;
-      if (!write_chunk(position, own, bytes, streams_)) return false;
-    }
-    return true;
+    if (self_ != call_.root) return read_chunk(call_.root, own, bytes, streams_);
+    std::byte read_before_write{};
+    return read_chunk(1 - self_, &read_before_write, 1, false) && write_chunk(1 - self_, own, bytes, streams_);
   }
 
   bool copy_own() {

@@ -135,9 +135,9 @@ def broadcasts(rank: int, size: int, folder: str, bytes_: int) -> None:
             assert (memory.bytes_read - before) * size // (0.9 * bytes_) == (0 if is_mapped else 1)
 
 
-@pytest.mark.parametrize(("size", "bytes_"), [(2, 4 * MB), (3, 32 * MB)])
-def test_a_large_broadcast_is_shared_out_among_all_ranks(size: int, bytes_: int) -> None:
-    values(run_threads(broadcasts, size, bytes_, timeout_s=PATIENCE_S))
+@pytest.mark.parametrize("bytes_", [4 * MB, 32 * MB])
+def test_a_large_broadcast_is_shared_out_between_two_ranks(bytes_: int) -> None:
+    values(run_threads(broadcasts, 2, bytes_, timeout_s=PATIENCE_S))
 
 
 def mixed(rank: int, size: int, folder: str) -> None:
