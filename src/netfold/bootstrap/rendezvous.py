@@ -25,7 +25,7 @@ from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
-from netfold.bootstrap.store import PrefixStore, Store, get_first, release, set_all
+from netfold.bootstrap.store import MAX_KEYS, PrefixStore, Store, get_first, release, set_all
 from netfold.bootstrap.tree import Place, SocketLinks, StartTree, places_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
@@ -372,7 +372,7 @@ def _publish_places(
     try:
         keys = [_address(peer) for peer in range(group.size)]
         while len(found) < group.size:
-            for value in get_first(store, keys[len(found) :], _left(deadline)):
+            for value in get_first(store, keys[len(found) : len(found) + MAX_KEYS], _left(deadline)):
                 peer, published = len(found), json.loads(value)
                 if "gave_up" in published:
                     raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
