@@ -5,6 +5,7 @@ Each is the least of several measurements: other programs only add to it. What d
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -394,6 +395,8 @@ def _timed(work: Callable[[], Any], turns: int = 3) -> tuple[Any, float]:
 
 
 def _resident_bytes() -> int:
+    # Else what was freed before is used again, and does not count.
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
