@@ -154,8 +154,8 @@ class Members:
     ) -> Members:
         """The members of a launcher's job: all ranks of the first start, or a newcomer where the job has begun.
 
-        Where all members have ended, the job begins again, without their state, once a process of each rank has come.
-        Then `first` is None, and `generation` above 1.
+        The job begins again, without the members' state, if all of them have ended: once a process of each rank has
+        come. Then `first` is None, and `generation` above 1.
 
         store: one that outlives ranks. Default: the one of `netfold store` that NETFOLD_STORE names; else rank 0's
         process serves one, and when that process has ended, there are no newcomers any more.
