@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import random
@@ -319,6 +321,32 @@ def test_a_proof_reflected_to_its_sender_is_refused() -> None:
     rank0, reflector = run_threads(_forward, 2)
     assert rank0.error == "RendezvousError"
     assert reflector.value == b"", "the connection must be closed"
+
+
+def no_neighbour_until(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel finds no neighbour at an address for the first tries to connect."""
+    original, tries = rendezvous._connect_socket, itertools.count()
+
+    async def connect_socket(*of: Any) -> None:
+        if next(tries) < number:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        await original(*of)
+
+    monkeypatch.setattr(rendezvous, "_connect_socket", connect_socket)
+
+
+def test_ranks_meet_over_an_interface_that_finds_its_neighbours_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_neighbour_until(3, monkeypatch)
+    assert exchanged(run_threads(meet, 2, [SECRET] * 2)) == [everyone(2)] * 2
+
+
+def test_a_neighbour_that_is_never_found_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SETTLES_S", 0.2)
+    no_neighbour_until(10**9, monkeypatch)
+    outcome = run_threads(meet, 2, [SECRET] * 2, 2.0)[1]
+    assert outcome.error == "RendezvousError"
+    assert "rank 1 cannot reach rank 0 at 127.0.0.1:" in outcome.text
+    assert "No route to host (NETFOLD_INTERFACE)" in outcome.text
 
 
 def join(rank: int, size: int, folder: str, options: list[dict[str, Any]], timeout_s: float) -> float:

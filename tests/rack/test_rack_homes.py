@@ -100,7 +100,7 @@ def test_workers_of_two_networks_get_results_from_their_own_networks_address(
                 command = f'exec "$0" -c "$@" >"{logs[rank]}" 2>&1'
                 processes.append(there(rank, "sh", "-c", command, sys.executable, *arguments))
             for rank in range(2):
-                assert processes[1 + rank].wait(seconds(60)) == 0, logs[rank].read_text()
+                assert processes[1 + rank].wait(seconds(60)) == 0, "\n".join(each.read_text() for each in logs)
                 assert logs[rank].read_text() == "", "the group lost its switch and logged a warning"
         finally:
             stop(processes)

@@ -34,6 +34,9 @@ from netfold.tuning import check_words
 
 _RETRY_S = 0.05
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
+# An interface that has just come up does not find its neighbours at once: IPv6 checks its addresses first. The kernel
+# says EHOSTUNREACH 3 s after it began to look for one.
+_SETTLES_S = 10.0
 # How long one of several addresses of a rank is tried. Once connected, its handshake is awaited until the deadline.
 _TRY_S = 1.0
 # With more ranks, each closes its connection to the store once it needs none: rank 0 would have one for each of them.
@@ -480,7 +483,7 @@ async def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, de
     Raises RendezvousError if nothing listens there any more, or another process does; TimeoutError at the deadline;
     handshake.RefusedError.
     """
-    peer, rail = hello.target, hello.rail
+    peer, rail, began = hello.target, hello.rail, time.monotonic()
     while True:
         errors: list[str] = []
         final = 0  # errors that further tries cannot fix
@@ -509,7 +512,8 @@ async def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, de
                 errors.append(f"rank {peer} at {where} closed the connection while it was made")
             except OSError as error:
                 # A link that is down may come back; one that never was there will not.
-                final += hello.purpose == JOIN and error.errno in _UNREACHABLE
+                settles = error.errno == errno.EHOSTUNREACH and time.monotonic() - began < _SETTLES_S
+                final += hello.purpose == JOIN and error.errno in _UNREACHABLE and not settles
                 errors.append(
                     f"rank {hello.initiator} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)"
                 )

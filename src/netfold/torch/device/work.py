@@ -43,7 +43,7 @@ class DeviceWork(NetfoldWorkBase):
 
         result: the Future's value.
         deadline: of the operation, by time.monotonic().
-        end_group: called when a gate was opened after the deadline. Must not wait for the device.
+        end_group: called before a gate is opened after the deadline. Must not wait for the device.
         """
         super().__init__()
         self._deadline = deadline
@@ -78,12 +78,17 @@ class DeviceWork(NetfoldWorkBase):
             self._stream = self._device_api.current_stream(self._device)
             self._event = self._stream.record_event()
 
-    def fail(self, failure: Exception) -> bool:
-        """Settle the Work with an error. Returns False if it was settled before."""
+    def fail(self, failure: Exception, before: Callable[[Exception], None] | None = None) -> bool:
+        """Settle the Work with an error. Returns False if it was settled before.
+
+        before: called with the error before a stream goes on that waits for the Work.
+        """
         with self._lock:
             if self._settled.is_set():
                 return False
             self._failure = failure
+            if before is not None:
+                before(failure)
             if self._gate is not None:
                 self._gate.open()
             self._settle()
@@ -142,8 +147,7 @@ class DeviceWork(NetfoldWorkBase):
             "host instead",
             rank=self._rank,
         )
-        if self.fail(error):
-            self._end_group(error)
+        self.fail(error, before=self._end_group)
 
     def _order_stream(self) -> None:
         """Have the caller's current stream wait for the result."""
