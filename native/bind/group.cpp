@@ -332,8 +332,11 @@ void bind_group(nb::module_& e) {
           "longest idle first; by the clock of time.monotonic.")
       .def("connect", &connect_unused, "lane"_a, "peer"_a, "rail"_a, "fd"_a, "secrets"_a.none() = nb::none(),
            "Give a connection that was never made its socket, which the group owns. Does not wait for the driver.")
-      .def("give_up", &Group::give_up, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "why"_a, Release(),
-           "Declare a broken connection that was reconnected `reconnects` times lost.")
+      .def(
+          "give_up", &Group::give_up, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "why"_a, "is_orderly"_a = false,
+          Release(),
+          "Declare a broken connection that was reconnected `reconnects` times lost. is_orderly: the other rank closed "
+          "the group.")
       .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
                    "The number of collectives that this rank has submitted.")
       .def("recent_call", &Group::recent_call, "sequence"_a,

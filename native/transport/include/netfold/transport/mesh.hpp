@@ -29,6 +29,7 @@ class Mesh {
 
   // As Pipe's; false where there is no pipe.
   bool was_connected(int peer) const { return is_made(peer) && pipe(peer).was_connected(); }
+  bool shows_bytes(int peer) const { return is_made(peer) && pipe(peer).shows_bytes(); }
 
   // Replaces each pipe by what `wrap` makes of it, now or once it is made. Before the first use.
   void wrap(std::function<std::unique_ptr<Pipe>(int peer, std::unique_ptr<Pipe>)> wrap);
