@@ -153,9 +153,10 @@ GENERATIONS_QUICK = {
 
 # Searched by `make model-check`, after those above.
 GENERATIONS_LARGE = {
-    "generations-three-deaths": GenerationsScope(members=4, deaths=3, one_host=True, generations=4),
-    "generations-two-newcomers": GenerationsScope(members=2, deaths=2, newcomers=2),
-    "generations-comes-back-of-three": GenerationsScope(suspicions=1, deaths=1),
+    "generations-three-deaths": GenerationsScope(members=4, deaths=3, one_host=True, steps=0, generations=4),
+    "generations-two-newcomers": GenerationsScope(members=2, deaths=2, newcomers=2, steps=0),
+    "generations-comes-back-of-three": GenerationsScope(suspicions=1, deaths=1, steps=0),
     "generations-two-leave": GenerationsScope(deaths=1, leaves="ab", generations=4),
     "generations-two-steps": GenerationsScope(deaths=2, steps=2),
+    "generations-two-rounds": GenerationsScope(deaths=1, one_host=True, rounds=2),
 }
