@@ -2,9 +2,11 @@
 
     .venv/bin/python bench/scale.py                                              # or `make scale`, as root
     .venv/bin/python bench/scale.py --ranks 32,64,128                            # beside gloo
-    .venv/bin/python bench/scale.py --ranks 8,16,32 --hosts 1                    # on one host: without root
+    .venv/bin/python bench/scale.py --ranks 8,16 --hosts 1 --gloo-up-to 0        # netfold on one host: without root
 
---per-host ranks share an emulated host, whose links are not shaped; --hosts gives the number of hosts instead. A
+--per-host ranks share an emulated host, whose links are not shaped; --hosts gives the number of hosts instead. Beside
+gloo one host is emulated, too: torch's store asks the machine's name server for the name of each address that connects,
+one after the other, and an emulated host has no name server to wait for. A
 process on each host imports what its ranks need, and forks them. All ranks wait; then each phase begins with an order
 that all get at once, and ends with the last rank. Gloo takes turns with netfold at every P up to --gloo-up-to,
 --launches times; a larger P is started once. A P that does not come up within --deadline seconds a phase, or for which
@@ -436,7 +438,7 @@ def scale(
         load = os.getloadavg()[0]
         beside = size <= gloo_up_to and importlib.util.find_spec("torch") is not None
         number = hosts or -(-size // per_host)
-        place = Place(number, rate=RATE if number > 1 else "", hosts=number)
+        place = Place(number, rate=RATE if number > 1 or beside else "", hosts=number)
         sides = ("netfold", "gloo") if beside else ("netfold",)
         of_sides = measure(place, sides, size, launches if beside else 1, calls, deadline)
         found[size] = {"hosts": number, "machine": spoken(load), "sides": of_sides}
@@ -468,8 +470,8 @@ the same order. A new group: of all ranks, while the first lives
 (netfold: `split`; gloo: `new_group`). An all_reduce's time is the
 slowest rank's: the first one in a group; the median of {calls} of {SMALL} B and of {LARGE_CALLS} of 1 MB of f32, every
 element checked. The end: from the order to close until the last process has ended. Of several launches: their median,
-5% .. 95%. Of gloo's start-up on one host, torch's store takes nearly all; why it takes seconds there was not found. So
-the ratios below also compare what comes after the store.""",
+5% .. 95%. Every host is emulated, so that torch's store has no name server to ask for the names of the addresses that
+connect: on a machine whose name server did not answer some of them, 64 ranks waited 10 s for it.""",
         driver.table(
             TIMES,
             times,

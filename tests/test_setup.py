@@ -239,6 +239,7 @@ def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") ->
     (folder / ".venv" / "bin").mkdir(parents=True)
     for path, text in (
         (folder / "tools" / "setup", "exit 0"),
+        (folder / "tools" / "sanitize", 'echo "sanitized $*"'),
         (folder / ".venv" / "bin" / "python", python),
         (stubs / "make", f'echo "made $*"; case $1 in {make} esac'),
     ):
@@ -283,7 +284,7 @@ def test_ci_skips_a_torch_that_cannot_be_tested_here(tmp_path: Path) -> None:
 def test_ci_fails_if_the_check_for_a_torch_fails(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="exit 1")
     assert run.returncode == 1
-    assert "ci: FAILED: test-torch: whether torch 2.15.0 can be tested here is not known\n" in run.stdout
+    assert "ci: FAILED: test-torch (exit code 1), of whose output:\nERROR whether torch 2.15.0 can" in run.stdout
     assert "made test-torch" not in run.stdout
     assert "made test-ecosystem\n" in run.stdout
 
@@ -297,12 +298,13 @@ def test_ci_skips_a_suite_that_the_end_of_the_hour_interrupted(tmp_path: Path) -
 
 def test_ci_runs_the_rest_after_a_failure_and_fails(tmp_path: Path) -> None:
     lines = "echo 'FAILED tests/test_x.py::test_it - assert 1 == 2'; echo '1 failed, 5 passed in 1.00s'; exit 2"
-    run = ci(tmp_path, f"check) exit 3;; test) {lines};;")
+    run = ci(tmp_path, f"check) echo 'x.py:3: error: wrong'; exit 3;; test) {lines};;")
     assert run.returncode == 1
     assert "made test-rack\n" in run.stdout
-    *_, failed_check, failed_test, failure, last = run.stdout.splitlines()
-    assert failed_check == "ci: FAILED: check (exit code 3)"
-    assert failed_test == "ci: FAILED: test (exit code 2)"
+    *_, failed_check, error, failed_test, failure, last = run.stdout.splitlines()
+    assert failed_check == "ci: FAILED: check (exit code 3), of whose output:"
+    assert error == "x.py:3: error: wrong"
+    assert failed_test == "ci: FAILED: test (exit code 2), of whose output:"
     assert failure == "FAILED tests/test_x.py::test_it - assert 1 == 2"
     assert last == "1 failed, 5 passed in 1.00s"
 
@@ -329,4 +331,27 @@ def test_ci_fails_with_a_test_that_fails_again(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert run.stdout.count("repeated") == 2
     assert "UNSTABLE" not in run.stdout
-    assert "ci: FAILED: test (exit code 2)\n" in run.stdout
+    assert "ci: FAILED: test (exit code 2)" in run.stdout
+
+
+def sanitizing_ci(folder: Path, said: str) -> subprocess.CompletedProcess[str]:
+    """CI whose suite `sanitize` fails with one test and this output, and passes alone."""
+    python = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; exit 0'
+    kept = "build-sanitize/.pytest_cache/v/cache"
+    failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it\": true}}' >{kept}/lastfailed; echo '{said}'; exit 2"
+    return ci(folder, f"sanitize) {failure};;", python=python)
+
+
+def test_ci_repeats_a_test_that_fails_under_a_sanitizer_without_a_report(tmp_path: Path) -> None:
+    run = sanitizing_ci(tmp_path, "1 failed")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("sanitized .venv/bin/python 2 ON tests/test_x.py::test_it\n") == 2
+    assert "ci: UNSTABLE, failed once and passed twice: tests/test_x.py::test_it\n" in run.stdout
+
+
+@pytest.mark.parametrize("said", ["==7==ERROR: AddressSanitizer: heap", "x.cpp:3: runtime error: y", "exit code -6"])
+def test_ci_fails_with_a_report_of_a_sanitizer(said: str, tmp_path: Path) -> None:
+    run = sanitizing_ci(tmp_path, said)
+    assert run.returncode == 1
+    assert "sanitized" not in run.stdout
+    assert "ci: FAILED: sanitize (exit code 2)" in run.stdout

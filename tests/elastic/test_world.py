@@ -99,6 +99,38 @@ def test_a_job_of_eight_loses_three_ranks_and_gets_two_back() -> None:
     assert [min(each["losses"]) for each, _ in found] == [0, 0, 0, 0, 0, 17, 21]
 
 
+def dies_while_it_receives_the_state(rank: int, size: int, folder: str, first: int) -> Any:
+    from netfold.torch.elastic import transfer
+
+    members: Any = None
+    send = transfer.send
+
+    def to_the_dead(parts: Any, peer: Any) -> int:
+        if isinstance(peer, transfer.SendTo):
+            until(lambda: members.failed, "the new rank's end shows")
+        return send(parts, peer)
+
+    transfer.send = to_the_dead
+
+    def hook(world: Any, now: str) -> None:
+        if (world.rank, world.step, now) == (0, 4, "forward"):
+            mark(folder, "join")
+            until(lambda: world.members._standing._waiting, "the new rank has asked")
+
+    if rank >= first:
+        until(marked(folder, "join"), "it is its time")
+        transfer.receive = lambda *of: die()  # type: ignore[assignment, return-value]
+    members = join(folder, rank, first)
+    return train(members, 10, hook)
+
+
+def test_ranks_go_on_where_a_new_one_dies_while_it_receives_the_state() -> None:
+    """The ranks leave torch's groups twice before DDP is made anew."""
+    for found in values(run_ranks(dies_while_it_receives_the_state, 3, 2, dies=[2])[:2]):
+        check(found, 10)
+        assert found["generation"] == 3
+
+
 def skips(rank: int, size: int, folder: str) -> Any:
     """Rank 1 is lost in step 3, and its samples of that step with it."""
     from netfold.elastic import Policy

@@ -406,7 +406,7 @@ class World:
         # All of these belong to the groups that have ended. Their hooks on the parameters would take part in the next
         # backward pass, and their buckets hold memory, until the garbage collector finds them.
         for each in gc.get_objects():
-            if issubclass(type(each), DistributedDataParallel) and "reducer" in vars(each):
+            if issubclass(type(each), DistributedDataParallel) and vars(each).get("reducer") is not None:
                 each.reducer._remove_autograd_hooks()
                 each.reducer = each.logger = None
 
