@@ -77,7 +77,7 @@ PRODUCTION = Parts()
 
 
 def standing_of(parts: Parts, scope: GenerationsScope) -> Any:
-    class Modelled(parts.standing):  # type: ignore[misc]
+    class Modelled(parts.standing):  # type: ignore[misc, name-defined]
         def negotiate(self, generation: int, handles: Any) -> Any:
             rank = list(handles).index(self.own)
             return _Negotiation(parts.agreement(rank, len(handles), one_host=scope.one_host))
@@ -201,7 +201,8 @@ class Process:
 
     def _take(self, rank: int, kind: str, message: Any) -> None:
         if kind == messages.TYPE:
-            return self.agreement.take(rank, message)
+            self.agreement.take(rank, message)
+            return
         self.agreement.suspects -= {rank}
         if kind == "over":
             self._wait()
