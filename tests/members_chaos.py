@@ -6,48 +6,27 @@ checked. A failure says the seed, the faults, and what each process printed last
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from load import Deadline, seconds, settles
+from members_job import Log, command
 
 FIRST = 4
 MOST = 8
-TESTS = Path(__file__).parent
-
-MEMBER = """
-import json, os, sys, time
-from members_job import Job, first_members, newcomer
-folder, number, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-with first_members(folder, number, first) if number < first else newcomer(folder) as members:
-    def until(members):
-        time.sleep(0.005)
-        return os.path.exists(f"{folder}/stop")
-    job = Job(members, until)
-    job.before_vote = lambda: print(json.dumps([members.generation, members.size, members.done]), flush=True)
-    job.run()
-    print(json.dumps(["end", members.size, members.done, float(job.state[0])]), flush=True)
-"""
 
 
 @dataclass
 class Process:
     number: int
     running: subprocess.Popen[bytes]
-    log: Path
+    log: Log
     continues_at: float = 0.0  # while it is stopped
-
-    def last(self) -> list[object]:
-        """The line that it printed last. It prints one in each step, so only once it holds the state."""
-        lines = self.log.read_text().splitlines()
-        return json.loads(lines[-1]) if lines and lines[-1].startswith("[") and lines[-1].endswith("]") else []
 
 
 class Chaos:
@@ -60,11 +39,11 @@ class Chaos:
         self.done: list[str] = []
 
     def start(self) -> None:
-        log = self.folder / f"member{self.started}"
-        with open(log, "wb") as out:
-            arguments = [sys.executable, "-c", MEMBER, str(self.folder), str(self.started), str(FIRST)]
-            environment = os.environ | {"PYTHONPATH": str(TESTS), "NETFOLD_TRANSPORT": self.transport}
-            running = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment)
+        log = Log(self.folder / f"member{self.started}")
+        with open(log.path, "wb") as out:
+            environment = os.environ | {"NETFOLD_TRANSPORT": self.transport}
+            member = command(self.folder, self.started, FIRST)
+            running = subprocess.Popen(member, stdout=out, stderr=out, env=environment)
         self.living.append(Process(self.started, running, log))
         self.started += 1
 
@@ -73,7 +52,7 @@ class Chaos:
         for each in self.living:
             if each.continues_at and now > each.continues_at:
                 self._signal(each, signal.SIGCONT, 0.0)
-        going = [each for each in self.living if each.last() and not each.continues_at]
+        going = [each for each in self.living if each.log.last() and not each.continues_at]
         kind = self.drawn.choice(("kill", "kill", "stop", "start"))
         if kind == "start" and len(self.living) < MOST:
             self.done.append("start")
@@ -95,12 +74,11 @@ class Chaos:
         process.continues_at = continues_at
 
     def is_settled(self) -> bool:
-        last = [each.last() for each in self.living]
+        last = [each.log.last() for each in self.living]
         return all(each and each[0] == last[0][0] and each[1] == len(self.living) for each in last)
 
     def output(self) -> str:
-        logs = "\n".join(f"{each.log.name}: {each.log.read_text()[-1500:]}" for each in self.living)
-        return f"{', '.join(self.done)}\n{logs}"
+        return f"{', '.join(self.done)}\n{Log.text(each.log for each in self.living)}"
 
 
 def run_chaos(folder: Path, seed: int, quiet_s: float) -> tuple[list[str], int, int]:
@@ -118,15 +96,14 @@ def run_chaos(folder: Path, seed: int, quiet_s: float) -> tuple[list[str], int, 
             if each.continues_at:
                 chaos._signal(each, signal.SIGCONT, 0.0)
         assert settles(chaos.is_settled, 60.0), f"seed {seed}: {chaos.output()}"
-        generation = chaos.living[0].last()[0]
+        generation = chaos.living[0].log.last()[0]
         (folder / "stop").touch()
         for each in chaos.living:
             assert each.running.wait(seconds(30)) == 0, f"seed {seed}: {chaos.output()}"
-        ends = [each.last() for each in chaos.living]
-        done = ends[0][2]
-        assert isinstance(done, int)
-        assert ends == [["end", len(ends), done, done * (done + 1) / 2]] * len(ends), f"seed {seed}: {chaos.output()}"
-        assert isinstance(generation, int)
+        ends = [each.log.last() for each in chaos.living]
+        size, done = len(ends), ends[0][3]
+        due = [["end", rank, size, done, done * (done + 1) / 2] for rank in range(size)]
+        assert sorted(ends) == due, f"seed {seed}: {chaos.output()}"
         return chaos.done, generation, done
     finally:
         for each in chaos.living:

@@ -1,12 +1,23 @@
-"""A job of elastic members whose every step is checked, for tests: its state is the sum of the numbers of its steps."""
+"""A job of elastic members whose every step is checked, for tests: its state is the sum of the numbers of its steps.
+
+    python members_job.py --folder F --number N --first FIRST [--interface I] [--timeout-s 60]
+
+runs member N of the first FIRST ones, or a newcomer, until F/stop exists. In each step it prints a line: generation,
+size, step; at last "end", its rank, size, the steps and the state. `command` and `Log` are the test's side of it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,3 +153,63 @@ def wait_for(folder: str, name: str) -> str:
 
 def in_background(body: Callable[[], None]) -> None:
     threading.Thread(target=body, daemon=True).start()
+
+
+def command(folder: Path, number: int, first: int, **options: object) -> list[str]:
+    """The command of a member's process. options: as of `main`, with underscores."""
+    options = {"folder": folder, "number": number, "first": first, **options}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, __file__, *words]
+
+
+@dataclass(frozen=True)
+class Log:
+    """A file with the output of a member's process."""
+
+    path: Path
+
+    def last(self) -> list[Any]:
+        """The line that it printed last; [] where that is none of the job's. It prints only once it holds the state."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return json.loads(lines[-1]) if lines and lines[-1].startswith("[") and lines[-1].endswith("]") else []
+
+    @staticmethod
+    def text(logs: Iterable[Log]) -> str:
+        """The ends of several files, for people."""
+        return "\n".join(f"{log.path.name}: {log.path.read_text()[-3000:]}" for log in logs if log.path.exists())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--interface")
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    asked = parser.parse_args()
+    settings: dict[str, Any] = {
+        "options": Options(probe="off", interface=asked.interface),
+        "timeout_s": asked.timeout_s,
+    }
+    is_first = asked.number < asked.first
+
+    def until(members: Members) -> bool:
+        time.sleep(0.005)
+        return os.path.exists(f"{asked.folder}/stop")
+
+    def say(*words: object) -> None:
+        print(json.dumps(words), flush=True)
+
+    with (
+        first_members(asked.folder, asked.number, asked.first, **settings)
+        if is_first
+        else newcomer(asked.folder, **settings)
+    ) as members:
+        job = Job(members, until)
+        job.before_vote = lambda: say(members.generation, members.size, members.done)
+        job.run()
+        say("end", members.rank, members.size, members.done, float(job.state[0]))
+
+
+if __name__ == "__main__":
+    main()

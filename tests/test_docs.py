@@ -11,6 +11,7 @@ The blocks of one page run in order, in one empty folder, as one bash script.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -112,6 +113,17 @@ def test_every_event_of_a_switchs_log_is_on_its_page() -> None:
     for source in (ROOT / "src" / "netfold" / "switch").glob("*.py"):
         events |= set(re.findall(r'event\(\s*logging\.\w+,\s*"(\w+)"', source.read_text()))
     assert events and not sorted(name for name in events if f"| `{name}` |" not in page)
+
+
+def test_every_public_name_is_on_the_page_of_the_interface() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    missing = [
+        f"{module}.{name}"
+        for module in ("netfold", "netfold.elastic", "netfold.train")
+        for name in importlib.import_module(module).__all__
+        if not re.search(rf":: {module}\.{name}$|`{name}`", page, re.MULTILINE)
+    ]
+    assert missing == ["netfold.__version__", "netfold.profile"]  # a module, which has a page of its own
 
 
 def test_error_texts_that_pages_quote_are_in_the_source() -> None:

@@ -30,8 +30,6 @@ inline auto algorithm_of(int value) {
   return checked<AlgorithmId>(value, kAlgorithmCount, "algorithm");
 }
 
-inline std::vector<netfold::transport::Fd> owned(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
-
 // A group's path to one of its switches.
 struct Shard {
   std::shared_ptr<netfold::engine::Group> group;

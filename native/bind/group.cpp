@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <string_view>
 
 #include "auth.hpp"
@@ -27,55 +28,66 @@ std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
   return out;
 }
 
-// Sockets by rank and rail; none for this rank.
-using Connections = std::vector<std::vector<int>>;
-// By lane, rank and rail; empty: plain bytes.
-using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
+// The connections that a group begins with: lane, peer, rail, socket, secrets.
+using Connections = std::vector<std::tuple<int, int, int, int, PythonSecrets>>;
 
-std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, auth::Security security, int lane, std::size_t peer,
-                                            const std::vector<int>& fds) {
-  std::vector<auth::StreamSecrets> out(fds.size());
-  for (std::size_t rail = 0; rail < fds.size(); ++rail) {
-    out[rail].security = security;
-    if (security == auth::Security::none || fds[rail] < 0) continue;
-    out[rail] = secrets_of(secrets.at(static_cast<std::size_t>(lane)).at(peer).at(rail));
-    if (out[rail].security != security) throw nb::value_error("a connection has other secrets than the group");
-  }
-  return out;
-}
+// What the meshes of a group have in common.
+struct MeshOptions {
+  std::uint64_t group = 0;
+  int rank = 0;
+  std::size_t rails = 1;
+  auth::Security security = auth::Security::none;
+  std::vector<bool> resumable;  // by rank
 
-// `fabric`: streams by lane and rank that carry the bytes instead of the connections; empty: there are none.
-std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& resumable,
-                                           std::uint64_t group, int lane, const Secrets& secrets,
-                                           auth::Security security, const nb::list& fabric) {
-  const auto make = [=](int peer, const std::vector<int>& sockets, const std::vector<auth::StreamSecrets>& of_sockets) {
-    const auto on_broken = [=](int rail, bool is_first) {
+  // The pipe to a rank, with no connection yet.
+  std::vector<transport::Fd> no_sockets() const { return std::vector<transport::Fd>(rails); }
+  std::vector<auth::StreamSecrets> no_secrets() const { return {rails, {.security = security}}; }
+  std::unique_ptr<transport::Pipe> pipe(int lane, int peer, std::vector<transport::Fd> sockets,
+                                        const std::vector<auth::StreamSecrets>& secrets) const {
+    const auto on_broken = [id = group, lane, peer](int rail, bool is_first) {
       using Kind = engine::AsyncEvent::Kind;
       const Kind kind = is_first ? Kind::unused : Kind::broken;
-      Engine::instance().async_events.push({.kind = kind, .group = group, .ranks = {peer}, .lane = lane, .rail = rail});
+      Engine::instance().async_events.push({.kind = kind, .group = id, .ranks = {peer}, .lane = lane, .rail = rail});
     };
-    return std::make_unique<transport::TcpPipe>(owned(sockets), of_sockets, resumable[static_cast<std::size_t>(peer)],
+    return std::make_unique<transport::TcpPipe>(std::move(sockets), secrets, resumable[static_cast<std::size_t>(peer)],
                                                 on_broken);
+  }
+};
+
+// `fabric`: streams by lane and rank that carry the bytes instead of the connections; empty: there are none.
+std::unique_ptr<transport::Mesh> make_mesh(const std::shared_ptr<const MeshOptions>& options, int lane,
+                                           const Connections& connections, const nb::list& fabric) {
+  struct Made {
+    std::vector<transport::Fd> sockets;
+    std::vector<auth::StreamSecrets> secrets;
   };
-  std::vector<std::unique_ptr<transport::Pipe>> pipes(fds.size());
-  std::size_t rails = 1;
-  for (std::size_t peer = 0; peer < fds.size(); ++peer) {
-    if (fds[peer].empty()) continue;
-    rails = fds[peer].size();
-    const bool is_unused = std::ranges::all_of(fds[peer], [](int fd) { return fd < 0; });
-    if (is_unused && nb::len(fabric) == 0) continue;
-    auto pipe = make(static_cast<int>(peer), fds[peer], secrets_to(secrets, security, lane, peer, fds[peer]));
-    if (nb::len(fabric) == 0) {
-      pipes[peer] = std::move(pipe);
-      continue;
+  std::map<int, Made> made;  // by peer
+  for (const auto& [of_lane, peer, rail, socket, secrets] : connections) {
+    if (of_lane != lane) continue;
+    Made& to = made.try_emplace(peer, Made{options->no_sockets(), options->no_secrets()}).first->second;
+    const auto number = static_cast<std::size_t>(rail);
+    to.sockets.at(number) = transport::Fd(socket);
+    to.secrets.at(number) = secrets_of(secrets);
+    if (to.secrets[number].security != options->security) {
+      throw nb::value_error("a connection has other secrets than the group");
     }
+  }
+  const std::size_t size = options->resumable.size();
+  std::vector<std::unique_ptr<transport::Pipe>> pipes(size);
+  for (auto& [peer, to] : made) {
+    pipes.at(static_cast<std::size_t>(peer)) = options->pipe(lane, peer, std::move(to.sockets), to.secrets);
+  }
+  for (std::size_t peer = 0; nb::len(fabric) > 0 && peer < size; ++peer) {
+    const int to = static_cast<int>(peer);
+    if (to == options->rank) continue;
     auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
     if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
-    stream->watch(std::move(pipe));
+    if (pipes[peer] == nullptr) pipes[peer] = options->pipe(lane, to, options->no_sockets(), options->no_secrets());
+    stream->watch(std::move(pipes[peer]));
     pipes[peer] = std::move(stream);
   }
-  return std::make_unique<transport::Mesh>(rank, std::move(pipes), [=](int peer) {
-    return make(peer, std::vector<int>(rails, -1), {rails, {.security = security}});
+  return std::make_unique<transport::Mesh>(options->rank, std::move(pipes), [options, lane](int peer) {
+    return options->pipe(lane, peer, options->no_sockets(), options->no_secrets());
   });
 }
 
@@ -91,19 +103,19 @@ std::vector<collective::Choice> table_of(const std::vector<TableRow>& rows) {
   return table;
 }
 
-std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
-                                  const std::vector<Connections>& fallback_fds, std::vector<bool> resumable,
-                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
-                                  const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
-                                  const nb::list& fabric, const std::string& security, const Secrets& secrets) {
-  const std::size_t size = fds.size();
-  if (rank < 0 || static_cast<std::size_t>(rank) >= size) throw nb::value_error("rank is not one of the group's");
-  const auto fits = [&](const Connections& lane) { return lane.size() == size; };
-  if (!fits(lane_fds) || !std::all_of(fallback_fds.begin(), fallback_fds.end(), fits)) {
-    throw nb::value_error("every lane needs one list of connections for each rank");
+std::shared_ptr<Group> make_group(int rank, std::vector<int> nodes, int lanes, std::size_t rails,
+                                  const Connections& connections, bool resumable, std::uint64_t id, std::string job,
+                                  int spin_us, bool spins_for_sockets, bool yields, const std::vector<TableRow>& table,
+                                  std::uint16_t table_hash, const nb::list& fabric, const std::string& security) {
+  if (rank < 0 || static_cast<std::size_t>(rank) >= nodes.size()) {
+    throw nb::value_error("rank is not one of the group's");
   }
-  if (nodes.size() != size) throw nb::value_error("nodes needs one entry for each rank");
-  resumable.resize(size);
+  if (lanes < 2) throw nb::value_error("a group has a lane for collectives and one for transfers");
+  auto of_meshes = std::make_shared<MeshOptions>(
+      MeshOptions{.group = id, .rank = rank, .rails = rails, .security = security_of(security), .resumable = {}});
+  // A connection inside a host breaks only where a process dies.
+  for (const int node : nodes)
+    of_meshes->resumable.push_back(resumable && node != nodes[static_cast<std::size_t>(rank)]);
   Group::Options options{.id = id,
                          .job = std::move(job),
                          .spin_us = spin_us,
@@ -112,16 +124,13 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                          .table = table_of(table),
                          .table_hash = table_hash,
                          .nodes = std::move(nodes)};
-  int lanes = 0;
-  const auto next_mesh = [&](const Connections& connections) {
-    return make_mesh(rank, connections, resumable, id, lanes++, secrets, security_of(security), fabric);
-  };
-  auto mesh = next_mesh(fds);
-  auto lane = next_mesh(lane_fds);
+  auto mesh = make_mesh(of_meshes, 0, connections, fabric);
+  auto transfers = make_mesh(of_meshes, 1, connections, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
-  for (const Connections& fallback : fallback_fds) fallback_meshes.push_back(next_mesh(fallback));
+  for (int lane = 2; lane < lanes; ++lane) fallback_meshes.push_back(make_mesh(of_meshes, lane, connections, fabric));
   nb::gil_scoped_release release;
-  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
+  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(transfers),
+                                      std::move(fallback_meshes));
 }
 
 void attach(Group& self, DataPort& port, const std::vector<TableRow>& table, std::uint16_t table_hash,
@@ -323,8 +332,11 @@ void bind_group(nb::module_& e) {
           "longest idle first; by the clock of time.monotonic.")
       .def("connect", &connect_unused, "lane"_a, "peer"_a, "rail"_a, "fd"_a, "secrets"_a.none() = nb::none(),
            "Give a connection that was never made its socket, which the group owns. Does not wait for the driver.")
-      .def("give_up", &Group::give_up, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "why"_a, Release(),
-           "Declare a broken connection that was reconnected `reconnects` times lost.")
+      .def(
+          "give_up", &Group::give_up, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "why"_a, "is_orderly"_a = false,
+          Release(),
+          "Declare a broken connection that was reconnected `reconnects` times lost. is_orderly: the other rank closed "
+          "the group.")
       .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
                    "The number of collectives that this rank has submitted.")
       .def("recent_call", &Group::recent_call, "sequence"_a,
@@ -351,15 +363,16 @@ void bind_group(nb::module_& e) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, "rank"_a, "fds"_a, "lane_fds"_a, "fallback_fds"_a, "resumable"_a, "id"_a, "job"_a,
-        "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "nodes"_a, "fabric"_a,
-        "security"_a = "none", "secrets"_a = Secrets{},
-        "Create a group over connected stream sockets, which the group owns.\n\n"
-        "fds[r]: to rank r, one for each rail, -1 for one that is connected once it is used; empty for this rank.\n"
-        "lane_fds[r]: the same, for transfers.\n"
-        "fallback_fds[i][r]: the same, for use while switch i is lost.\n"
-        "resumable[r]: whether a broken connection to rank r may be reconnected.\n"
-        "fabric[lane][r]: streams that carry the bytes instead, or an empty list; lanes from 2 on: fallback meshes.\n"
-        "secrets[lane][r]: by rail, to authenticate or encrypt a connection as `security` says; or an empty list.");
+  e.def(
+      "add_group", &make_group, "rank"_a, "nodes"_a, "lanes"_a, "rails"_a, "connections"_a, "resumable"_a, "id"_a,
+      "job"_a, "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "fabric"_a,
+      "security"_a = "none",
+      "Create a group. Connections that it does not begin with are made once they are used.\n\n"
+      "nodes[r]: the host of rank r, by a number.\n"
+      "lanes: 0 for collectives, 1 for transfers, from 2 on one for each switch, for use while it is lost.\n"
+      "connections: (lane, rank, rail, socket, secrets) of connected stream sockets, which the group owns; secrets: to "
+      "authenticate or encrypt as `security` says, or None.\n"
+      "resumable: whether broken connections to other hosts may be reconnected.\n"
+      "fabric[lane][r]: streams that carry the bytes instead, or an empty list.");
   e.def("remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); }, Release());
 }

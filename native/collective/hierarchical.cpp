@@ -58,8 +58,8 @@ std::vector<Buffer> consecutive(std::byte* memory, std::span<const std::uint64_t
 
 class Hierarchical final : public CallSequence {
  public:
-  Hierarchical(const Call& call, const Paths& paths) : call_(call), paths_(paths), hosts_(*paths.hosts) {
-    for (std::size_t host = 0; host < hosts_.size(); ++host) team_.push_back(hosts_.ranks(host).front());
+  Hierarchical(const Call& call, const Paths& paths)
+      : call_(call), paths_(paths), hosts_(*paths.hosts), team_(hosts_.first_ranks(), hosts_.own()) {
     plan();
   }
 
@@ -108,18 +108,16 @@ class Hierarchical final : public CallSequence {
 
   void plan_all_reduce() {
     const std::size_t ranks = hosts_.own_ranks().size();
-    bool is_even = true;
-    for (std::size_t host = 0; host < hosts_.size(); ++host) is_even &= hosts_.ranks(host).size() == ranks;
     const Buffer& tensor = call_.outputs[0];
+    const std::size_t parts_used = std::clamp<std::size_t>(tensor.bytes / kLeastPartBytes, 1, ranks);
     // A switch adds for one rank per host. Otherwise each rank has a part of the tensor to itself.
-    if (!is_even || goes_by_switch()) {
+    if (!hosts_.is_even() || goes_by_switch()) {
       inside(Kind::reduce, 0, {}, {tensor});
       between(Kind::all_reduce, 0, {}, {tensor});
       if (is_leader()) divide_by_ranks(tensor);
       inside(Kind::broadcast, 0, {}, {tensor});
       return;
     }
-    const std::size_t parts_used = std::clamp<std::size_t>(tensor.bytes / kLeastPartBytes, 1, ranks);
     std::vector<std::uint64_t> sizes(ranks, 0);
     for (std::size_t i = 0; i < parts_used; ++i) {
       sizes[i] = (call_.elements() / parts_used + (i < call_.elements() % parts_used ? 1 : 0)) *
@@ -127,7 +125,7 @@ class Hierarchical final : public CallSequence {
     }
     const std::vector<Buffer> parts = consecutive(tensor.data, sizes);
     const std::size_t position = hosts_.position();
-    for (std::size_t host = 0; host < hosts_.size(); ++host) team_[host] = hosts_.ranks(host)[position];
+    team_ = Team(hosts_.counterparts(), hosts_.own());
     inside(Kind::reduce_scatter, 0, parts, {parts[position]});
     // The first ranks always meet, and find out whether all hosts have made the same call.
     if (position < parts_used) between(Kind::all_reduce, 0, {}, {parts[position]});
@@ -237,8 +235,7 @@ class Hierarchical final : public CallSequence {
     for (const int rank : hosts_.own_ranks()) {
       inputs[static_cast<std::size_t>(rank)] = outputs[static_cast<std::size_t>(rank)] = {};
     }
-    team_.resize(static_cast<std::size_t>(paths_.mesh.size()));
-    std::iota(team_.begin(), team_.end(), 0);
+    team_ = Team::everyone(paths_.mesh);
     stages_.push_back({Action::between, Kind::all_to_all, 0, std::move(inputs), std::move(outputs)});
   }
 
@@ -357,7 +354,7 @@ class Hierarchical final : public CallSequence {
     if (is_inside && hosts_.own_ranks().size() > 1) {
       step_ = make_algorithm(step_call_, paths_);
     } else {
-      step_ = make_algorithm(step_call_, paths_, Team(is_inside ? hosts_.own_ranks() : team_, rank()));
+      step_ = make_algorithm(step_call_, paths_, is_inside ? Team(hosts_.own_ranks(), hosts_.position()) : team_);
     }
   }
 
@@ -368,14 +365,15 @@ class Hierarchical final : public CallSequence {
   }
   // Makes the root the leader of its host, unless the call goes by a switch.
   void choose_leaders() {
-    if (!goes_by_switch()) team_[hosts_.host_of(call_.root)] = call_.root;
+    if (!goes_by_switch()) team_ = team_.with(hosts_.host_of(call_.root), call_.root);
   }
 
-  bool is_leader() const { return team_[hosts_.own()] == rank(); }
+  int leader() const { return team_.rank(static_cast<int>(hosts_.own())); }
+  bool is_leader() const { return leader() == rank(); }
   // The leader's position on this host.
-  int leader_inside() const { return static_cast<int>(hosts_.position(team_[hosts_.own()])); }
+  int leader_inside() const { return static_cast<int>(hosts_.position(leader())); }
   // The root is on this host, and another rank is the leader.
-  bool root_is_led() const { return hosts_.host_of(call_.root) == hosts_.own() && team_[hosts_.own()] != call_.root; }
+  bool root_is_led() const { return hosts_.host_of(call_.root) == hosts_.own() && leader() != call_.root; }
   // The team's position of the leader of the root's host.
   int root_in_team() const { return static_cast<int>(hosts_.host_of(call_.root)); }
   HostMap::Blocks scratch_for(const std::vector<Buffer>& buffers) {
@@ -394,7 +392,7 @@ class Hierarchical final : public CallSequence {
   const Call& call_;
   const Paths paths_;
   const HostMap& hosts_;
-  std::vector<int> team_;  // the ranks that exchange between hosts, by host
+  Team team_;  // the ranks that exchange between hosts, by host; in an all_to_all all ranks
   std::unique_ptr<std::byte[]> scratch_;
   // Of the blocks of a gather or scatter: this host's, or all at the root of a scatter, by host.
   std::vector<std::uint64_t> sizes_;

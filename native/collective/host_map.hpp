@@ -14,7 +14,7 @@ namespace netfold::collective {
 class HostMap {
  public:
   // `nodes`: the host of each rank, by any number. Hosts are numbered by their first ranks. `rank`: this one.
-  HostMap(std::span<const int> nodes, int rank) : rank_(rank), host_of_(nodes.size()) {
+  HostMap(std::span<const int> nodes, int rank) : host_of_(nodes.size()) {
     std::map<int, std::size_t> numbers;
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       const auto [entry, is_new] = numbers.try_emplace(nodes[i], ranks_.size());
@@ -24,6 +24,10 @@ class HostMap {
     }
     own_ = host_of(rank);
     own_position_ = position(rank);
+    for (const auto& host : ranks_) {
+      first_ranks_.push_back(host.front());
+      if (host.size() == own_ranks().size()) counterparts_.push_back(host[own_position_]);
+    }
   }
 
   std::size_t size() const { return ranks_.size(); }
@@ -32,11 +36,16 @@ class HostMap {
   // Ranks of a host, ascending.
   const std::vector<int>& ranks(std::size_t host) const { return ranks_[host]; }
   const std::vector<int>& own_ranks() const { return ranks_[own_]; }
+  // By host: its first rank.
+  const std::vector<int>& first_ranks() const { return first_ranks_; }
+  // Whether all hosts have equally many ranks; and then, by host, the rank at this rank's position.
+  bool is_even() const { return counterparts_.size() == size(); }
+  const std::vector<int>& counterparts() const { return counterparts_; }
   std::size_t host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
 
   // Takes a rank of this host.
   std::size_t position(int rank) const {
-    return static_cast<std::size_t>(std::ranges::find(own_ranks(), rank) - own_ranks().begin());
+    return static_cast<std::size_t>(std::ranges::lower_bound(own_ranks(), rank) - own_ranks().begin());
   }
 
   // The buffers of this host's ranks.
@@ -86,7 +95,8 @@ class HostMap {
 
  private:
   std::vector<std::vector<int>> ranks_;
-  int rank_;
+  std::vector<int> first_ranks_;
+  std::vector<int> counterparts_;
   std::vector<std::size_t> host_of_;
   std::size_t own_;
   std::size_t own_position_;

@@ -41,22 +41,26 @@ MessageMatcher::Ticket MessageMatcher::posted_from(int source) const {
 MessageMatcher::Message& MessageMatcher::keep(int source, const FrameHeader& header, std::size_t value_bytes) {
   auto& queue = kept_[{header.tag, source}];
   queue.push_back({header, std::vector<std::byte>(value_bytes), ++order_});
+  if (queue.size() == 1) first_kept_.emplace(ByOrder{header.tag, order_}, source);
   return queue.back();
 }
 
 std::optional<int> MessageMatcher::source_of_kept(int source, int tag) const {
   if (source != kAnySource) return kept_.contains({tag, source}) ? std::optional(source) : std::nullopt;
-  auto found = kept_.end();
-  for (auto entry = kept_.lower_bound({tag, 0}); entry != kept_.end() && entry->first.first == tag; ++entry) {
-    if (found == kept_.end() || entry->second.front().order < found->second.front().order) found = entry;
-  }
-  return found == kept_.end() ? std::nullopt : std::optional(found->first.second);
+  const auto first = first_kept_.lower_bound(ByOrder{tag, 0});
+  return first == first_kept_.end() || first->first.first != tag ? std::nullopt : std::optional(first->second);
 }
 
 void MessageMatcher::drop_kept(int source, int tag) {
   const auto found = kept_.find({tag, source});
-  found->second.pop_front();
-  if (found->second.empty()) kept_.erase(found);
+  auto& queue = found->second;
+  first_kept_.erase(ByOrder{tag, queue.front().order});
+  queue.pop_front();
+  if (queue.empty()) {
+    kept_.erase(found);
+  } else {
+    first_kept_.emplace(ByOrder{tag, queue.front().order}, source);
+  }
 }
 
 std::string MessageMatcher::similar_kept(int source, int tag) const {

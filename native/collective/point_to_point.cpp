@@ -26,6 +26,7 @@ PointToPoint::PointToPoint(std::unique_ptr<transport::Mesh> lane)
     : lane_(std::move(lane)), peers_(static_cast<std::size_t>(lane_->size())), in_memory_(peers_.size()) {}
 
 void PointToPoint::share(transport::ShmNode& node) {
+  node_ = &node;
   std::vector<int> positions(peers_.size(), -1);
   for (int position = 0; position < node.size(); ++position) {
     if (position == node.self()) continue;
@@ -100,7 +101,13 @@ void PointToPoint::post_receive(Ticket ticket, const Call& call) {
     receive_kept(*source, matcher_.kept(*source, call.tag), std::move(receive));
     return matcher_.drop_kept(*source, call.tag);
   }
-  if (call.root != kAnySource) ++at(call.root).outstanding;
+  if (call.root != kAnySource) {
+    ++at(call.root).outstanding;
+  } else if (readable_peers_ == nullptr) {
+    readable_peers_ = std::make_unique<transport::ReadablePeers>(*lane_, node_);
+  } else if (!matcher_.has_any_source()) {
+    readable_peers_->begin_wait();
+  }
   matcher_.post(std::move(receive));
 }
 
@@ -257,13 +264,14 @@ void PointToPoint::finish_input(int from) {
   } else if (header.type == Type::abort) {
     const bool blames_us = header.tag == lane_->rank();
     const bool is_mismatch = blames_us && header.failure == static_cast<std::uint8_t>(Failure::Kind::mismatch);
-    Failure& failure = peer.failure;
+    Failure failure;
     failure.kind = is_mismatch ? Failure::Kind::mismatch : Failure::Kind::peer_lost;
     failure.rank = header.tag >= 0 && !blames_us ? header.tag : from;
     failure.text =
         "rank " + std::to_string(from) + (header.orderly != 0 ? " left: " : " gave up on the group: ") + input.reason;
     failure.remote_reason = input.reason;
     failure.orderly = header.orderly != 0;
+    lose(from, std::move(failure));
   }
 }
 

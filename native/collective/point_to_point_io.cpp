@@ -23,20 +23,16 @@ std::uint64_t PointToPoint::name_of(std::uint64_t message, std::size_t begin) {
 
 Progress PointToPoint::poll() {
   bool moved = !done_.empty();
-  if (matcher_.has_any_source()) {
-    for (int rank = 0; rank < lane_->size(); ++rank) {
-      if (rank != lane_->rank()) at(rank);
-    }
-  }
+  if (matcher_.has_any_source()) moved |= read_from_any();
   for (std::size_t i = 0; i < busy_.size() && !fault_;) {
     const int rank = busy_[i];
     moved |= write(rank);
-    if (at(rank).outstanding > 0 || matcher_.has_any_source()) {
+    if (at(rank).outstanding > 0) {
       moved |= read(rank);
       moved |= write(rank);  // answers to what was read
     }
     Peer& peer = at(rank);
-    if (peer.has_work() || matcher_.has_any_source()) {
+    if (peer.has_work()) {
       ++i;
     } else {
       peer.is_busy = false;
@@ -47,6 +43,33 @@ Progress PointToPoint::poll() {
   if (!fault_) fail_for_lost_peers();
   if (fault_) return Progress::failed;
   return moved ? Progress::moved : Progress::idle;
+}
+
+// Reads what has come, as long as a receive from any rank waits. The work is that of the ranks that sent something.
+bool PointToPoint::read_from_any() {
+  senders_.clear();
+  readable_peers_->take(senders_);
+  for (const int rank : senders_) {
+    if (!std::exchange(at(rank).is_readable, true)) readable_.push_back(rank);
+  }
+  bool moved = false;
+  for (std::size_t i = 0; i < readable_.size() && matcher_.has_any_source() && !fault_;) {
+    const int rank = readable_[i];
+    const bool may_have_more = read(rank);
+    moved |= may_have_more;
+    if (may_have_more && !at(rank).failure) {
+      ++i;
+    } else {
+      at(rank).is_readable = false;
+      readable_[i] = readable_.back();
+      readable_.pop_back();
+    }
+  }
+  return moved;
+}
+
+void PointToPoint::connection_changed(int peer) {
+  if (readable_peers_ != nullptr) readable_peers_->watch(peer);
 }
 
 bool PointToPoint::next_frame(int to) {
@@ -218,7 +241,7 @@ void PointToPoint::wait_for(WaitSet& set) const {
     const Peer& peer = at(rank);
     if (peer.failure) continue;  // a closed connection is always readable
     const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
-    const bool reads = peer.outstanding > 0 || matcher_.has_any_source();
+    const bool reads = peer.outstanding > 0;
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
     if (events != 0 || !peer.in_flight.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
     if (events == 0 || !in_memory_[static_cast<std::size_t>(rank)] || lane_->was_connected(rank)) continue;
@@ -230,12 +253,13 @@ void PointToPoint::wait_for(WaitSet& set) const {
       set.wake_at(peer.waits_since_ns + kConnectNs);
     }
   }
+  if (matcher_.has_any_source()) set.wake_at(readable_peers_->wait_for(set.fds, transport::now_ns()));
 }
 
 bool PointToPoint::waits_for_memory() const {
-  return std::ranges::any_of(busy_, [this](int rank) {
-    return in_memory_[static_cast<std::size_t>(rank)] && (at(rank).outstanding > 0 || matcher_.has_any_source());
-  });
+  if (node_ != nullptr && matcher_.has_any_source()) return true;
+  return std::ranges::any_of(
+      busy_, [this](int rank) { return in_memory_[static_cast<std::size_t>(rank)] && at(rank).outstanding > 0; });
 }
 
 bool PointToPoint::unconfirmed() const {
@@ -247,26 +271,29 @@ bool PointToPoint::unconfirmed() const {
 }
 
 void PointToPoint::lose(int peer, const transport::Mesh::Io& io) {
-  if (!at(peer).failure) at(peer).failure = peer_lost(peer, io, MessageHeader());
+  if (at(peer).failure) return;
+  Failure failure = peer_lost(peer, io, MessageHeader());
+  failure.orderly = io.is_orderly;
+  lose(peer, std::move(failure));
+}
+
+void PointToPoint::lose(int peer, Failure failure) {
+  ++lost_count_;
+  if (lost_ < 0 || !failure.orderly) lost_ = peer;
+  at(peer).failure = std::move(failure);
 }
 
 void PointToPoint::fail_for_lost_peers() {
-  bool all_gone = true;
-  const Failure* lost = nullptr;
   for (const int rank : busy_) {
     const Peer& peer = at(rank);
-    all_gone &= static_cast<bool>(peer.failure);
-    if (!peer.failure) continue;
-    if (peer.outstanding > 0) {
-      fault_ = {any_ticket(rank), peer.failure};
-      return;
-    }
-    if (lost == nullptr || !peer.failure.orderly) lost = &peer.failure;
+    if (!peer.failure || peer.outstanding == 0) continue;
+    fault_ = {any_ticket(rank), peer.failure};
+    return;
   }
+  if (lost_ < 0 || !matcher_.has_any_source()) return;
   // A receive from any source can still match while another rank is there, unless a rank left with a failure.
-  if (matcher_.has_any_source() && lost != nullptr && (all_gone || !lost->orderly)) {
-    fault_ = {matcher_.posted_from(kAnySource), *lost};
-  }
+  const Failure& failure = at(lost_).failure;
+  if (lost_count_ == lane_->size() - 1 || !failure.orderly) fault_ = {matcher_.posted_from(kAnySource), failure};
 }
 
 // A call that needs the peer; 0 where there is none.

@@ -22,7 +22,8 @@ SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallba
       fallback_(fallback),
       choices_(std::move(choices)),
       table_(table),
-      team_(channel_->ranks(), fallback.rank()) {}
+      ranks_(channel_->ranks()),
+      team_(ranks_, static_cast<std::size_t>(std::ranges::find(ranks_, fallback.rank()) - ranks_.begin())) {}
 
 bool SwitchPath::can_start() const {
   return operations_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start());

@@ -18,6 +18,8 @@
 // every hop upwards and once by rank 0.
 #include <netfold/collective/pipelined_plan.hpp>
 
+#include <algorithm>
+#include <bit>
 #include <tuple>
 
 #include "algorithms.hpp"
@@ -25,26 +27,63 @@
 namespace netfold::collective {
 namespace {
 
-// A binary search tree over 1..ranks-1: a number's lowest set bit is its height. A missing parent is replaced by the
-// next existing ancestor; 0 is above all.
+// The place of one number in a tree over 0..ranks-1, of which 0 is the root. A call finds it in O(log P) steps, and does
+// not build the whole tree.
+struct Place {
+  int depth = 0;
+  int parent = -1;            // of the root: -1
+  std::vector<int> children;  // ascending
+};
+using PlaceOf = Place(int number, int ranks);
+
+// A missing parent is replaced by the next existing ancestor; 0 is above all.
 int in_order_parent(int number, int ranks) {
   const int height = number & -number;
   const int above = (number ^ height) | (height << 1);
   return above < ranks ? above : number ^ height;
 }
 
-// The same tree on mirrored or shifted numbers, so that odd numbers, the leaves, become even ones.
-int other_in_order_parent(int number, int ranks) {
-  const bool mirrored = ranks % 2 == 1;
-  const int image = mirrored ? ranks - number : number == 1 ? ranks - 1 : number - 1;
-  const int above = in_order_parent(image, ranks);
-  if (above == 0) return 0;
-  return mirrored ? ranks - above : above == ranks - 1 ? 1 : above + 1;
+// A binary search tree over 1..ranks-1: a number's lowest set bit is its height.
+Place in_order(int number, int ranks) {
+  if (number == 0) return {.children = {static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks - 1)))}};
+  Place place{.parent = in_order_parent(number, ranks)};
+  for (int at = number; at != 0; at = in_order_parent(at, ranks)) ++place.depth;
+  const int half = (number & -number) / 2;
+  if (half > 0) place.children.push_back(number - half);
+  // The first that exists is the root of the subtree behind the number.
+  for (int step = half; step > 0; step /= 2) {
+    if (number + step >= ranks) continue;
+    place.children.push_back(number + step);
+    break;
+  }
+  return place;
 }
 
-int binomial_parent(int number, int) { return number & (number - 1); }
+// The same tree on mirrored or shifted numbers, so that odd numbers, the leaves, become even ones.
+Place other_in_order(int number, int ranks) {
+  const bool mirrored = ranks % 2 == 1;
+  const auto image = [=](int of) { return mirrored ? ranks - of : of == 1 ? ranks - 1 : of - 1; };
+  const auto original = [=](int of) { return mirrored ? ranks - of : of == ranks - 1 ? 1 : of + 1; };
+  Place place = in_order(number == 0 ? 0 : image(number), ranks);
+  if (place.parent > 0) place.parent = original(place.parent);
+  for (int& child : place.children) child = original(child);
+  std::ranges::sort(place.children);
+  return place;
+}
 
-int chain_parent(int number, int) { return number - 1; }
+Place binomial(int number, int ranks) {
+  Place place{.depth = std::popcount(static_cast<unsigned>(number))};
+  if (number > 0) place.parent = number & (number - 1);
+  const int end = number > 0 ? number & -number : ranks;
+  for (int step = 1; step < end && number + step < ranks; step *= 2) place.children.push_back(number + step);
+  return place;
+}
+
+Place chain(int number, int ranks) {
+  Place place{.depth = number, .parent = number - 1};
+  if (number + 1 < ranks) place.children.push_back(number + 1);
+  return place;
+}
 
 class Tree final : public PipelinedPlan {
  public:
@@ -59,19 +98,19 @@ class Tree final : public PipelinedPlan {
     const Buffer& whole = call.outputs[0];
     std::vector<Shape> trees;
     if (call.algorithm == AlgorithmId::chain) {
-      trees.push_back(shape(chain_parent, whole, pipeline_chunks_of(whole.bytes)));
+      trees.push_back(shape(chain, whole, pipeline_chunks_of(whole.bytes)));
     } else if (whole.bytes <= kBinomialBytes) {
-      trees.push_back(shape(binomial_parent, whole, 1));
+      trees.push_back(shape(binomial, whole, 1));
     } else {
       const Buffer half = part(whole, 2, 0, element_bytes());
       const std::size_t chunks = pipeline_chunks_of(half.bytes);
-      trees.push_back(shape(in_order_parent, half, chunks));
-      trees.push_back(shape(other_in_order_parent, part(whole, 2, 1, element_bytes()), chunks));
+      trees.push_back(shape(in_order, half, chunks));
+      trees.push_back(shape(other_in_order, part(whole, 2, 1, element_bytes()), chunks));
     }
     if (call.kind == Kind::reduce && number_ != 0) {
       std::size_t bytes = 0;
       for (Shape& tree : trees) {
-        tree.slot_bytes = tree.children.empty() ? 0 : chunk(tree, 0).bytes;
+        tree.slot_bytes = tree.place.children.empty() ? 0 : chunk(tree, 0).bytes;
         bytes += kSlots * tree.slot_bytes;
       }
       scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
@@ -91,10 +130,8 @@ class Tree final : public PipelinedPlan {
 
   // Ranks are numbered from the root: 0 is the root.
   struct Shape {
-    std::vector<int> parents;   // [0] is -1
-    std::vector<int> depths;    // [0] is 0
-    std::vector<int> children;  // of this rank, ascending
-    Buffer whole;               // its part of the tensor
+    Place place;   // of this rank
+    Buffer whole;  // its part of the tensor
     std::size_t chunks = 1;
     std::vector<Mark> summed;  // by chunk: own and all children's values are added
     std::vector<Mark> sent;    // by chunk: the sum is sent to the parent
@@ -111,19 +148,8 @@ class Tree final : public PipelinedPlan {
     std::size_t chunk;
   };
 
-  Shape shape(int (*parent_of)(int number, int ranks), const Buffer& whole, std::size_t chunks) const {
-    const int ranks = team().size();
-    Shape tree;
-    tree.parents.assign(static_cast<std::size_t>(ranks), -1);
-    tree.depths.assign(static_cast<std::size_t>(ranks), 0);
-    for (int number = 1; number < ranks; ++number) {
-      const int parent = parent_of(number, ranks);
-      tree.parents[static_cast<std::size_t>(number)] = parent;
-      if (parent == number_) tree.children.push_back(number);
-      for (int at = number; at != 0; at = parent_of(at, ranks)) ++tree.depths[static_cast<std::size_t>(number)];
-    }
-    tree.whole = whole;
-    tree.chunks = chunks;
+  Shape shape(PlaceOf place_of, const Buffer& whole, std::size_t chunks) const {
+    Shape tree{.place = place_of(number_, team().size()), .whole = whole, .chunks = chunks};
     tree.summed.resize(chunks);
     tree.sent.resize(chunks);
     return tree;
@@ -136,21 +162,19 @@ class Tree final : public PipelinedPlan {
   // although two trees share it, and the earliest incomplete transfer never waits for a later one: there is no circular
   // wait. Each chunk is one tick after the chunk before it, and each hop takes one tick.
   void plan(std::vector<Shape>& trees) {
-    std::size_t deepest = 0;
-    for (const Shape& tree : trees) {
-      for (const int depth : tree.depths) deepest = std::max(deepest, static_cast<std::size_t>(depth));
-    }
+    const auto above_all = static_cast<std::size_t>(team().size());  // more than any depth
     std::vector<Transfer> transfers;
     const bool goes_up = call().kind != Kind::broadcast;
     const bool goes_down = call().kind != Kind::reduce;
     for (std::size_t t = 0; t < trees.size(); ++t) {
-      std::vector<int> edges = trees[t].children;  // by their lower ends
+      const Place& place = trees[t].place;
+      std::vector<int> edges = place.children;  // by their lower ends
       if (number_ != 0) edges.push_back(number_);
       for (const int child : edges) {
-        const auto depth = static_cast<std::size_t>(trees[t].depths[static_cast<std::size_t>(child)]);
+        const auto depth = static_cast<std::size_t>(place.depth + (child == number_ ? 0 : 1));
         for (std::size_t chunk = 0; chunk < trees[t].chunks; ++chunk) {
-          if (goes_up) transfers.push_back({chunk + deepest - depth, t, child, Direction::up, chunk});
-          if (goes_down) transfers.push_back({chunk + deepest + depth, t, child, Direction::down, chunk});
+          if (goes_up) transfers.push_back({chunk + above_all - depth, t, child, Direction::up, chunk});
+          if (goes_down) transfers.push_back({chunk + above_all + depth, t, child, Direction::down, chunk});
         }
       }
     }
@@ -165,15 +189,14 @@ class Tree final : public PipelinedPlan {
 
   void up(Shape& tree, const Transfer& transfer) {
     const Buffer own = chunk(tree, transfer.chunk);
-    const bool uses_scratch = call().kind == Kind::reduce && number_ != 0 && !tree.children.empty();
+    const bool uses_scratch = call().kind == Kind::reduce && number_ != 0 && !tree.place.children.empty();
     std::byte* sum = uses_scratch ? tree.slots + transfer.chunk % kSlots * tree.slot_bytes : own.data;
     Mark& summed = tree.summed[transfer.chunk];
     if (transfer.child == number_) {
-      const int parent = tree.parents[static_cast<std::size_t>(number_)];
-      tree.sent[transfer.chunk] = add(to(position(parent)), Send{sum, own.bytes, summed});
+      tree.sent[transfer.chunk] = add(to(position(tree.place.parent)), Send{sum, own.bytes, summed});
       return;
     }
-    const bool first = transfer.child == tree.children.front();
+    const bool first = transfer.child == tree.place.children.front();
     const std::byte* so_far = first ? own.data : sum;
     const Mark after = !first                                     ? summed
                        : uses_scratch && transfer.chunk >= kSlots ? tree.sent[transfer.chunk - kSlots]
@@ -186,8 +209,7 @@ class Tree final : public PipelinedPlan {
     // At the root: all values are added. At other ranks the mark now means: the final chunk has arrived.
     Mark& finished = tree.summed[transfer.chunk];
     if (transfer.child == number_) {
-      const int parent = tree.parents[static_cast<std::size_t>(number_)];
-      finished = add(from(position(parent)), Receive{own.data, own.bytes, nullptr, false, {}});
+      finished = add(from(position(tree.place.parent)), Receive{own.data, own.bytes, nullptr, false, {}});
     } else {
       add(to(position(transfer.child)), Send{own.data, own.bytes, finished, number_ == 0});
     }

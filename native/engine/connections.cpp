@@ -72,7 +72,11 @@ std::optional<Group::Broken> Group::disconnect(int lane, int peer, int rail, int
       disconnected = socket->reconnects();
       socket->begin_disconnect();
       if (!socket->is_disconnecting()) return;
-      if (socket->drain() || now_ns() >= until_ns) return socket->end_disconnect();
+      if (socket->drain() || now_ns() >= until_ns) {
+        socket->end_disconnect();
+        if (socket->has_unread()) connection_changed(lane, peer);
+        return;
+      }
       readable = socket->duplicate_socket();
     });
     if (!readable) return broken(lane, peer, rail);
@@ -108,6 +112,7 @@ bool Group::reconnect(int lane, int peer, int rail, int reconnects, transport::F
     reconnected = broken != nullptr && broken->reconnects() == reconnects &&
                   broken->reconnect(std::move(socket), peer_received, secrets);
     if (reconnected) flush();
+    connection_changed(lane, peer);
   });
   return reconnected;
 }
@@ -119,6 +124,7 @@ void Group::connect(int lane, int peer, int rail, transport::Fd socket, const au
       auto* unused = mesh_of(lane).rail(peer, rail);
       if (unused == nullptr || !unused->is_unused()) return;
       if (unused->reconnect(std::move(*first), 0, secrets)) flush();
+      connection_changed(lane, peer);
     } catch (const std::exception& error) {
       fail({collective::Failure::Kind::system, peer,
             "rank " + std::to_string(rank()) + " could not use its connection to rank " + std::to_string(peer) + ": " +
@@ -127,11 +133,17 @@ void Group::connect(int lane, int peer, int rail, transport::Fd socket, const au
   });
 }
 
-void Group::give_up(int lane, int peer, int rail, int reconnects, const std::string& why) {
+void Group::give_up(int lane, int peer, int rail, int reconnects, const std::string& why, bool is_orderly) {
   run_driver_task([&] {
     auto* socket = mesh_of(lane).rail(peer, rail);
-    if (socket != nullptr && socket->is_broken() && socket->reconnects() == reconnects) socket->give_up(why);
+    if (socket == nullptr || !socket->is_broken() || socket->reconnects() != reconnects) return;
+    socket->give_up(why, is_orderly);
+    connection_changed(lane, peer);
   });
+}
+
+void Group::connection_changed(int lane, int peer) {
+  if (lane == 1) transfers_.lane().connection_changed(peer);
 }
 
 void Group::flush() {

@@ -5,15 +5,30 @@
 namespace netfold::transport {
 
 Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, Make make)
-    : rank_(rank), make_(std::move(make)), pipes_(std::move(pipes)), positions_(pipes_.size()) {
-  for (const auto& pipe : pipes_) {
-    if (pipe != nullptr) made_.push_back(pipe.get());
+    : rank_(rank),
+      make_(std::move(make)),
+      pipes_(std::move(pipes)),
+      is_unflushed_(pipes_.size()),
+      positions_(pipes_.size()) {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (is_made(peer)) add(peer, std::move(pipes_[static_cast<std::size_t>(peer)]));
   }
 }
 
 void Mesh::add(int peer, std::unique_ptr<Pipe> pipe) const {
   made_.push_back(pipe.get());
   pipes_[static_cast<std::size_t>(peer)] = std::move(pipe);
+  used(peer);
+}
+
+Pipe& Mesh::used(int peer) const {
+  Pipe& to_use = pipe(peer);
+  const auto index = static_cast<std::size_t>(peer);
+  if (!is_unflushed_[index]) {
+    unflushed_.push_back(peer);
+    is_unflushed_[index] = true;
+  }
+  return to_use;
 }
 
 void Mesh::wrap(std::function<std::unique_ptr<Pipe>(int, std::unique_ptr<Pipe>)> wrap) {
@@ -31,7 +46,7 @@ Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
 
 ResumableSocket* Mesh::rail(int peer, int number) {
   if (peer < 0 || peer >= size() || !leads_to(peer) || number < 0 || number >= pipe(peer).rails()) return nullptr;
-  return pipe(peer).rail(number);
+  return used(peer).rail(number);  // the caller may give it a socket, which it sends to
 }
 
 std::vector<int> Mesh::made() const {
@@ -42,7 +57,7 @@ std::vector<int> Mesh::made() const {
   return peers;
 }
 
-bool Mesh::prefers_large_chunks() const { return std::ranges::any_of(made_, &Pipe::prefers_large_chunks); }
+bool Mesh::prefers_large_chunks() const { return !made_.empty() && made_.front()->prefers_large_chunks(); }
 
 bool Mesh::needs_progress() const { return std::ranges::any_of(made_, &Pipe::needs_progress); }
 
@@ -82,12 +97,23 @@ bool Mesh::flush() {
 }
 
 void Mesh::wait_to_flush(std::vector<pollfd>& fds) {
-  for (Pipe* pipe : made_) pipe->wait_to_flush(fds);
+  std::erase_if(unflushed_, [&](int peer) {
+    Pipe& each = pipe(peer);
+    // Another stream's progress may give a fabric's stream something to flush, so that such a pipe stays.
+    const bool is_flushed = each.shows_bytes() && each.flush();
+    if (is_flushed) {
+      is_unflushed_[static_cast<std::size_t>(peer)] = false;
+    } else {
+      each.wait_to_flush(fds);
+    }
+    return is_flushed;
+  });
 }
 
 void Mesh::close() {
   closed_ = true;
   made_.clear();
+  unflushed_.clear();
   for (auto& pipe : pipes_) pipe.reset();
 }
 

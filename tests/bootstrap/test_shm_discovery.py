@@ -6,8 +6,10 @@ import array
 import contextlib
 import gc
 import os
+import random
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -43,6 +45,52 @@ def nodes(rank: int, size: int, folder: str, apart: set[int], algorithm: str = "
         group.all_reduce(buffer)
         assert (buffer == size * (size + 1) / 2).all()
         return group.group.nodes, group.group.why("all_reduce", buffer.nbytes)
+
+
+def divided_pair_by_pair(size: int, unreached: list[int]) -> list[list[int]]:
+    nodes: list[list[int]] = []
+    for place in range(size):
+        for node in nodes:
+            reaches = all(not unreached[place] >> each & 1 and not unreached[each] >> place & 1 for each in node)
+            if len(node) < engine.MAX_NODE_SIZE and reaches:
+                node.append(place)
+                break
+        else:
+            nodes.append([place])
+    return nodes
+
+
+@pytest.mark.parametrize(("size", "pairs"), [(1, 0), (5, 3), (40, 30), (40, 700), (600, 0), (600, 200)])
+def test_ranks_are_divided_as_a_look_at_each_pair_would_divide_them(size: int, pairs: int) -> None:
+    chance = random.Random(size + pairs)
+    unreached = [0] * size
+    for _ in range(pairs):
+        place, other = chance.sample(range(size), 2)
+        unreached[place] |= 1 << other
+    candidates = [3 * place for place in range(size)]
+    expected = [[candidates[place] for place in node] for node in divided_pair_by_pair(size, unreached)]
+    assert discovery._divide(candidates, unreached) == expected
+
+
+def steps_to_divide(size: int) -> int:
+    steps = 0
+
+    def trace(*_: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        discovery._divide(range(size), [0] * size)
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def test_dividing_ranks_that_all_reach_each_other_takes_as_many_steps_as_ranks() -> None:
+    assert steps_to_divide(1024) < 20 * steps_to_divide(64)
 
 
 @pytest.mark.parametrize(

@@ -358,19 +358,21 @@ def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
 
 def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: int | None = None) -> list[Any]:
     """A group a rank, each with its own table (operation, from bytes, algorithm, wire) of the same hash."""
-    fds: list[list[list[int]]] = [[[] for _ in tables] for _ in tables]
+    connections: list[list[tuple[int, int, int, int, None]]] = [[] for _ in tables]
     for low, high in itertools.combinations(range(len(tables)), 2):
         ends = socket.socketpair()
         for end in ends if buffer_bytes is not None else ():
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        fds[low][high], fds[high][low] = ([end.detach()] for end in ends)
+        for rank, peer, end in zip((low, high), (high, low), ends, strict=True):
+            connections[rank].append((0, peer, 0, end.detach(), None))
     return [
         engine.add_group(
             rank=rank,
-            fds=fds[rank],
-            lane_fds=[[] for _ in tables],  # no point-to-point messages
-            fallback_fds=[],  # no switch
-            resumable=[False] * len(tables),
+            nodes=list(range(len(tables))),
+            lanes=2,
+            rails=1,
+            connections=connections[rank],
+            resumable=False,
             id=900 + rank,
             job="",
             spin_us=0,
@@ -378,7 +380,6 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
             yields=False,
             table=[(*row, engine.ALGORITHMS["local"]) for row in table],
             table_hash=7,
-            nodes=list(range(len(tables))),
             fabric=[],
         )
         for rank, table in enumerate(tables)

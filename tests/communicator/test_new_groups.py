@@ -144,7 +144,7 @@ def fails(*_: Any) -> Any:
 def one_fails(rank: int, size: int, folder: str) -> tuple[str, float]:
     with joined(folder, rank, size) as world:
         began = time.monotonic()
-        replaced = mock.patch("netfold.communicator.parent_meeting.acquire_listener", fails)
+        replaced = mock.patch("netfold.communicator.meeting.acquire_listener", fails)
         with replaced if rank == 1 else nullcontext(), pytest.raises(RendezvousError) as failed:
             group_of(world, list(range(size)))
         took_s = time.monotonic() - began

@@ -526,6 +526,25 @@ def test_messages_of_a_rank_that_left_are_still_received() -> None:
     assert values(run_threads(leaves_early, 3))[0] == "through"
 
 
+def leaves_unseen(rank: int, size: int, folder: str) -> int:
+    with join(rank, size, folder) as group:
+        if rank == 0:
+            time.sleep(0.3)
+            into = np.zeros(10, np.float32)
+            sender = group.receive(into)
+            assert into[-1] == 9
+            return int(sender)
+        if rank == 2:
+            time.sleep(0.6)
+            group.send(np.arange(10, dtype=np.float32), 0)
+    return -1
+
+
+@native
+def test_a_receive_from_any_rank_outlasts_a_rank_that_left_before_the_two_had_connected() -> None:
+    assert values(run_threads(leaves_unseen, 3))[0] == 2
+
+
 def large_then_leave(rank: int, size: int, folder: str) -> None:
     """More than the receiver's host buffers before a read; the sender is gone by then."""
     with join(rank, size, folder) as group:

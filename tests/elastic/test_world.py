@@ -41,11 +41,35 @@ def test_a_lost_rank_costs_no_step(victim: int, moment: str) -> None:
     assert left[0]["weights"] == left[1]["weights"]  # to the bit
 
 
+def check_gradient(world: Any) -> None:
+    """DDP's gradient is the mean over exactly this attempt's ranks, each of its own samples."""
+    import torch
+
+    net = world.state.modules[0]
+    alone, _, _ = made()
+    alone.load_state_dict(net.state_dict())
+    parts = world._divided()
+    for rank, part in enumerate(parts.ranges):
+        own = range(world.samples + part.start, world.samples + part.stop)
+        (loss_of(alone, own) * parts.weight(rank) / world.size).backward()
+    for parameter, expected in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
 def loses_three_and_gets_two_back(rank: int, size: int, folder: str, first: int) -> Any:
+    import torch
+
     deaths = {2: (4, "backward"), 0: (8, "vote"), 5: (12, "forward")}
     joins = {8: 16, 9: 20}
+    took_part: dict[int, int] = {}
 
     def hook(world: Any, now: str) -> None:
+        if now == "vote":
+            check_gradient(world)
+            # A bit for each process: the sum names the processes that it is of.
+            members = torch.tensor(2.0**rank, dtype=torch.float64)
+            torch.distributed.all_reduce(members)
+            took_part[world.step] = int(members)
         if deaths.get(rank) == (world.step, now):
             die()
         for newcomer, step in joins.items():
@@ -56,19 +80,23 @@ def loses_three_and_gets_two_back(rank: int, size: int, folder: str, first: int)
 
     if rank >= first:
         until(marked(folder, f"join {rank}"), "it is its time")
-        return train(join(folder, rank, first), 30, hook)
-    return train(join(folder, rank, first), 30, hook)
+    return train(join(folder, rank, first), 30, hook), took_part
 
 
+@pytest.mark.jobs
 def test_a_job_of_eight_loses_three_ranks_and_gets_two_back() -> None:
     outcomes = run_ranks(loses_three_and_gets_two_back, 10, 8, dies=[0, 2, 5], timeout_s=150)
     found = values([each for rank, each in enumerate(outcomes) if rank not in (0, 2, 5)])
-    for each in found:
+    # The processes that take part, from this step on: of a step that was repeated, those of the last attempt.
+    groups = {0: range(8), 4: {0, 1, *range(3, 8)}, 8: {1, *range(3, 8)}, 12: {1, 3, 4, 6, 7}}
+    groups |= {17: {1, 3, 4, 6, 7, 8}, 21: {1, 3, 4, 6, 7, 8, 9}}
+    members = {step: groups[max(each for each in groups if each <= step)] for step in range(30)}
+    for each, took_part in found:
         check(each, 30)
-        assert each["weights"] == found[0]["weights"] and each["rate"] == pytest.approx(0.02 * 0.97**30)
-    sizes = found[0]["sizes"]
-    assert [sizes[step] for step in (3, 5, 9, 13, 29)] == [8, 7, 6, 5, 7]
-    assert [min(each["losses"]) for each in found] == [0, 0, 0, 0, 0, 17, 21]
+        assert each["weights"] == found[0][0]["weights"] and each["rate"] == pytest.approx(0.02 * 0.97**30)
+        assert each["sizes"] == {step: len(members[step]) for step in each["losses"]}
+        assert took_part == {step: sum(1 << process for process in members[step]) for step in each["losses"]}
+    assert [min(each["losses"]) for each, _ in found] == [0, 0, 0, 0, 0, 17, 21]
 
 
 def dies_while_it_receives_the_state(rank: int, size: int, folder: str, first: int) -> Any:

@@ -9,11 +9,15 @@ A tool of development: it needs netfold._native_dev, which a checkout builds and
   gap_detector   gap detection alone: native/protocol's GapDetector
   switch_watch   when a switch counts as lost: communicator/switch_watch.py
   parent_sender  what a leaf sends to its parent: native/protocol's ParentSender
+  agreement      who goes on after a lost member: elastic/agreement.py
+  generations    an elastic job's generations, one after the other: elastic's standing.py, service.py and agreement.py;
+                 generation_process: its model of one process
 
 native/dev/model_check's header search.hpp describes the machines, the network and time, what is checked in every state,
 and why that is enough. May import netfold._native_dev, netfold.extras and sim's diagrams; recovery also
-communicator.recovery_machine, and switch_watch communicator.switch_watch. Invariants: a report says whether its scope
-was exhausted; a broken promise comes with the shortest trace and the command that replays it.
+communicator.recovery_machine, switch_watch communicator.switch_watch, agreement and generations netfold.elastic.
+Invariants: a report says whether its scope was exhausted; a broken promise comes with the shortest trace and the
+command that replays it.
 
 Tests: `.venv/bin/pytest tests/model_check`    All scopes: `make model-check`
 """

@@ -16,6 +16,7 @@ from model_check import (
     agreement,
     draw,
     gap_detector,
+    generations,
     parent_sender,
     recovery,
     replay,
@@ -27,6 +28,8 @@ from model_check import (
 from model_check.scopes import (
     AGREEMENT_LARGE,
     AGREEMENT_QUICK,
+    GENERATIONS_LARGE,
+    GENERATIONS_QUICK,
     LARGE,
     QUICK,
     RECOVERY_LARGE,
@@ -94,6 +97,9 @@ def _searches_of_parts(everything: bool) -> Iterator[tuple[str, str, Any]]:
     for name, members in {**AGREEMENT_QUICK, **(AGREEMENT_LARGE if everything else {})}.items():
         agreed = agreement.search_agreement(members)
         yield name, agreement.sentence(members, agreed), agreed
+    for name, job in {**GENERATIONS_QUICK, **(GENERATIONS_LARGE if everything else {})}.items():
+        gone_on = generations.search_generations(job)
+        yield name, generations.sentence(job, gone_on), gone_on
 
 
 def _show_report(name: str, line: str, report: Any) -> int:

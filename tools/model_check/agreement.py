@@ -25,13 +25,12 @@ decision, unless the members that still reach each other are no quorum.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from model_check.breadth_first import BrokenError, Report, Search
+from model_check.breadth_first import BrokenError, EndingSearch, Report
 from netfold.elastic import agreement as production
 
 STUCK = "no events lead from here to a state where every living member knows the decision"
@@ -121,7 +120,9 @@ class _Member:
         self.agreement.begin(production.Report(self.done, self.voted, True))
 
 
-class _Search(Search[_State, Event]):
+class _Search(EndingSearch[_State, Event]):
+    stuck = STUCK
+
     def __init__(self, scope: AgreementScope, new: Callable[..., Any]) -> None:
         self.scope = scope
         self.members: list[_Member] = []
@@ -130,7 +131,6 @@ class _Search(Search[_State, Event]):
         self._numbers: dict[Any, int] = {}
         self._message_numbers: dict[Any, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, int, Any]] = {}
-        self._before: defaultdict[int, list[int]] = defaultdict(list)
         voted = scope.members if scope.voted < 0 else scope.voted
         first = (
             self._number(_Member(new(rank, scope.members, one_host=scope.one_host), voted=rank < voted))
@@ -282,9 +282,8 @@ class _Search(Search[_State, Event]):
             if not self.scope.one_host and not (2 * left > size or (2 * left == size and 0 in decision.members)):
                 raise BrokenError(MINORITY)
 
-    def on_transition(self, source: int, event: Event, target: int) -> None:
-        if event[0] != "die" and not (event[0] == "suspect" and self._is_wrong(self.states[source], event)):
-            self._before[target].append(source)
+    def is_fault(self, state: _State, event: Event) -> bool:
+        return event[0] == "die" or (event[0] == "suspect" and self._is_wrong(state, event))
 
     def _is_wrong(self, state: _State, event: Event) -> bool:
         return not state[_DEAD] >> event[2] & 1 and not self._is_cut(event[1], event[2])
@@ -293,11 +292,9 @@ class _Search(Search[_State, Event]):
         report = AgreementReport()
         self.run(report)
         report.member_states, report.decisions = len(self.members), len(self.decisions)
-        if report.exhausted and (stuck := self._first_stuck()) is not None:
-            report.broken, report.trace = STUCK, self.trace(stuck)
         return report
 
-    def _has_ended(self, state: _State) -> bool:
+    def has_ended(self, state: _State) -> bool:
         members, size = self._of(state), self.scope.members
         if self.scope.newcomer and state[_FORMED] >= 0:
             return True  # a member that does not know the decision finds the next generation in the store
@@ -310,16 +307,6 @@ class _Search(Search[_State, Event]):
                 # The search ends at its last round; production goes on.
                 return any(members[rank].agreement.promised[0] >= self.scope.rounds for rank in near)
         return True
-
-    def _first_stuck(self) -> int | None:
-        good = [self._has_ended(state) for state in self.states]
-        due = [number for number, is_good in enumerate(good) if is_good]
-        while due:
-            for source in self._before[due.pop()]:
-                if not good[source]:
-                    good[source] = True
-                    due.append(source)
-        return good.index(False) if False in good else None
 
     def text(self, event: Event) -> str:
         if event[0] == "deliver":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -103,3 +104,40 @@ class Search(ABC, Generic[State, Event]):
             state, event = self._reached_from[state]
             steps.append(self.text(event))
         return steps[::-1]
+
+
+class EndingSearch(Search[State, Event]):
+    """A search that also finds the first state from which no events without a further fault lead to an end."""
+
+    stuck: str
+    """This promise, in words."""
+
+    def __init__(self, first: State) -> None:
+        super().__init__(first)
+        self._before: defaultdict[int, list[int]] = defaultdict(list)  # by state, without a fault between them
+
+    @abstractmethod
+    def has_ended(self, state: State) -> bool: ...
+
+    @abstractmethod
+    def is_fault(self, state: State, event: Event) -> bool:
+        """Whether `event`, in `state`, is one that need not happen."""
+
+    def on_transition(self, source: int, event: Event, target: int) -> None:
+        if not self.is_fault(self.states[source], event):
+            self._before[target].append(source)
+
+    def run(self, report: Report, max_states: int = 0) -> None:
+        super().run(report, max_states)
+        if report.exhausted and (stuck := self._first_stuck()) is not None:
+            report.broken, report.trace = self.stuck, self.trace(stuck)
+
+    def _first_stuck(self) -> int | None:
+        good = [self.has_ended(state) for state in self.states]
+        due = [number for number, is_good in enumerate(good) if is_good]
+        while due:
+            for source in self._before[due.pop()]:
+                if not good[source]:
+                    good[source] = True
+                    due.append(source)
+        return good.index(False) if False in good else None

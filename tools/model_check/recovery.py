@@ -34,12 +34,11 @@ A rank's state is stored once and has a number; the effect of an event on it is 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from model_check.breadth_first import BrokenError, Report, Search
+from model_check.breadth_first import BrokenError, EndingSearch, Report
 from model_check.recovery_rank import DEAD, FAILED, LEADER, LIVING, Event, Machines, Rank, RecoveryScope
 
 STUCK = "no events lead from here to a state where every living rank has finished or knows of a failure"
@@ -97,7 +96,9 @@ _SENT, _JOINING, _DOOMED, _LOSSES, _REFUSALS, _DEATHS = range(-6, 0)
 _Move = tuple[Event, bool]
 
 
-class _Search(Search[_State, _Move]):
+class _Search(EndingSearch[_State, _Move]):
+    stuck = STUCK
+
     def __init__(self, scope: RecoveryScope, machines: Machines) -> None:
         self.scope = scope
         self.ranks: list[Rank] = []
@@ -106,7 +107,6 @@ class _Search(Search[_State, _Move]):
         self._message_numbers: dict[tuple[int, int, Any], int] = {}
         self._numbers: dict[Any, int] = {}
         self._steps: dict[tuple[int, Event], _Step] = {}
-        self._predecessors: defaultdict[int, list[int]] = defaultdict(list)  # by state, without a fault between them
         first = tuple(self._number(Rank(scope, rank, machines)) for rank in range(scope.ranks))
         super().__init__((*first, 0, 0, 0, scope.losses, scope.refusals, scope.deaths))
 
@@ -298,17 +298,14 @@ class _Search(Search[_State, _Move]):
             if DEAD not in others:
                 raise BrokenError(f"a rank fails while all live: {view.failure}")
 
-    def on_transition(self, source: int, move: _Move, target: int) -> None:
-        if not move[1]:
-            self._predecessors[target].append(source)
+    def is_fault(self, state: _State, move: _Move) -> bool:
+        return move[1]
 
     def search(self) -> RecoveryReport:
         report = RecoveryReport()
         self.run(report, self.scope.max_states)
         report.ranks = len(self.ranks)
         report.returned = sum(map(self._has_returned, self.states))
-        if report.exhausted and (stuck := self._first_stuck()) is not None:
-            report.broken, report.trace = STUCK, self.trace(stuck)
         return report
 
     def _views_of(self, state: _State) -> list[_View]:
@@ -317,16 +314,8 @@ class _Search(Search[_State, _Move]):
     def _has_returned(self, state: _State) -> bool:
         return all(view.is_up and view.generation > 1 for view in self._views_of(state))
 
-    def _first_stuck(self) -> int | None:
-        """Return the first state from which no events without a fault lead to where all have finished."""
-        good = [all(view.finished for view in self._views_of(state)) for state in self.states]
-        due = [number for number, is_good in enumerate(good) if is_good]
-        while due:
-            for source in self._predecessors[due.pop()]:
-                if not good[source]:
-                    good[source] = True
-                    due.append(source)
-        return good.index(False) if False in good else None
+    def has_ended(self, state: _State) -> bool:
+        return all(view.finished for view in self._views_of(state))
 
     def text(self, move: _Move) -> str:
         event = move[0]

@@ -1,7 +1,8 @@
-"""The named scopes of `search`, of the search over recovery, and of the one over the next members."""
+"""The named scopes of `search`, of the search over recovery, and of those over an elastic job's members."""
 
 from model_check import Scope
 from model_check.agreement import AgreementScope
+from model_check.generation_process import GenerationsScope
 from model_check.recovery_rank import RecoveryScope
 
 # Searched by `make test`, in seconds. The comments say what each scope covers.
@@ -124,4 +125,38 @@ AGREEMENT_LARGE = {
     "members-four-two-deaths": AgreementScope(members=4, deaths=2, rounds=1),
     "members-four-halves-and-a-death": AgreementScope(members=4, cut=2, deaths=1),
     "members-three-rounds": AgreementScope(deaths=2, rounds=4),
+}
+
+# An elastic job's generations, one after the other (generations.py), searched by `make test`.
+GENERATIONS_QUICK = {
+    # Two changes: the second death while the generation after the first is formed, or later.
+    "generations-two-deaths": GenerationsScope(deaths=2),
+    "generations-two-deaths-on-one-host": GenerationsScope(deaths=2, one_host=True),
+    # A newcomer comes in, a member dies before it is told or sent the state, and one that was decided out comes late.
+    "generations-newcomer": GenerationsScope(members=2, deaths=1, suspicions=1, newcomers=1, one_host=True, steps=0),
+    # Members are decided out and come back.
+    "generations-comes-back": GenerationsScope(suspicions=2, generations=2),
+    # A member leaves in good order, and another one dies meanwhile.
+    "generations-leaves": GenerationsScope(deaths=1, leaves="a"),
+    # A member dies before it has sent the state.
+    "generations-lacks": GenerationsScope(deaths=1, lacks="c"),
+    "generations-none-has-it": GenerationsScope(members=2, deaths=1, lacks="b", one_host=True),
+    # All members end, or all but one that the store names too late, and first ranks come.
+    "generations-begins-again": GenerationsScope(members=2, deaths=2, fresh=2, one_host=True, steps=0, generations=2),
+    "generations-begins-again-or-not": GenerationsScope(
+        members=1, deaths=1, newcomers=1, fresh=1, one_host=True, steps=0, generations=2
+    ),
+    "generations-store-holds-a-part": GenerationsScope(
+        members=2, deaths=1, fresh=1, one_host=True, page=1, steps=0, generations=2
+    ),
+}
+
+# Searched by `make model-check`, after those above.
+GENERATIONS_LARGE = {
+    "generations-three-deaths": GenerationsScope(members=4, deaths=3, one_host=True, steps=0, generations=4),
+    "generations-two-newcomers": GenerationsScope(members=2, deaths=2, newcomers=2, steps=0),
+    "generations-comes-back-of-three": GenerationsScope(suspicions=1, deaths=1, steps=0),
+    "generations-two-leave": GenerationsScope(deaths=1, leaves="ab", generations=4),
+    "generations-two-steps": GenerationsScope(deaths=2, steps=2),
+    "generations-two-rounds": GenerationsScope(deaths=1, one_host=True, rounds=2),
 }

@@ -1,4 +1,5 @@
 #include <fcntl.h>
+#include <poll.h>
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <algorithm>
@@ -106,7 +107,18 @@ void ShmNode::ring_all_doorbells() {
 void ShmNode::ring_doorbell(int position, short event) {
   // Pairs with the fence of `await` in the same way, with `awaits` in place of `asleep`, which was stored before it.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if ((awaits(position, self_).load(std::memory_order_relaxed) & event) == 0) return;
+  bool is_awaited = (awaits(position, self_).load(std::memory_order_relaxed) & event) != 0;
+  if (event == POLLIN) {
+    Segment& reader = segment(position);
+    std::atomic<std::uint64_t>& writers = reader.writers[self_ / 64];
+    if ((writers.load(std::memory_order_relaxed) & asleep_bit(self_)) == 0) {
+      writers.fetch_or(asleep_bit(self_));
+      // Pairs with the fence of await_bytes: the reader's last check sees this bit, or this rank sees `awaits_bytes`.
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+    }
+    is_awaited |= reader.awaits_bytes.load(std::memory_order_relaxed) != 0;
+  }
+  if (!is_awaited) return;
   if ((asleep(position).load(std::memory_order_relaxed) & asleep_bit(position)) != 0) wake(position);
 }
 
@@ -115,7 +127,9 @@ void ShmNode::wake(int position) {
 }
 
 void ShmNode::prepare_sleep() {
-  for (int position = 0; position < size(); ++position) awaits(self_, position).store(0, std::memory_order_relaxed);
+  for (const int position : awaited_) awaits(self_, position).store(0, std::memory_order_relaxed);
+  awaited_.clear();
+  own().awaits_bytes.store(0, std::memory_order_relaxed);
   sleep_prepared_ = true;
   asleep(self_).fetch_or(asleep_bit(self_), std::memory_order_relaxed);
   // Pairs with the fence of ring_all_doorbells: this rank's last check, after the fence, sees what the ringing rank stored
@@ -131,9 +145,15 @@ void ShmNode::await(int position) {
 }
 
 void ShmNode::await(int position, short events) {
+  awaited_.push_back(position);
   awaits(self_, position).store(static_cast<std::uint8_t>(events), std::memory_order_relaxed);
   // Pairs with the fence of ring_doorbell(position, event): this rank's last check sees that rank's bytes, or that rank
   // sees `awaits`.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void ShmNode::await_bytes() {
+  own().awaits_bytes.store(1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 

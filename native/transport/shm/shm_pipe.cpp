@@ -95,9 +95,10 @@ void ShmPipe::publish_read() {
 }
 
 bool ShmPipe::is_gone() {
+  if (is_hung_up_) return true;
   if (++quiet_calls_ < kQuietCalls) return false;
   quiet_calls_ = 0;
-  return connection_->was_connected() && connection_->hung_up();
+  return connection_->was_connected() && hung_up();
 }
 
 void ShmPipe::wait_for(short events, std::vector<pollfd>& fds) const {

@@ -259,9 +259,10 @@ bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const au
   return true;
 }
 
-void ResumableSocket::give_up(std::string why) {
+void ResumableSocket::give_up(std::string why, bool is_orderly) {
   disconnect();
   state_ = State::lost;
+  is_orderly_ = is_orderly;
   why_ = std::move(why);
   retransmit_buffer_.clear();
 }

@@ -189,18 +189,26 @@ def _divide(candidates: Sequence[int], unreached: Sequence[int]) -> list[list[in
     """Divide the candidates into nodes whose members all reach each other. All ranks compute the same.
 
     unreached: by place among the candidates, the places that this one does not reach, as bits.
+    Cost: steps as many as candidates and pairs that do not reach each other.
     """
-    nodes: list[list[int]] = []
+    apart = list(unreached)  # the same in both directions
+    for place, bits in enumerate(unreached):
+        while bits:
+            apart[(bits & -bits).bit_length() - 1] |= 1 << place
+            bits &= bits - 1
+    nodes: list[tuple[list[int], int]] = []  # the places of each, also as bits
+    open_nodes: list[int] = []  # the numbers of those that are not full
     for place in range(len(candidates)):
-        for node in nodes:
-            if len(node) < engine.MAX_NODE_SIZE and not any(
-                unreached[place] >> each & 1 or unreached[each] >> place & 1 for each in node
-            ):
-                node.append(place)
-                break
-        else:
-            nodes.append([place])
-    return [[candidates[place] for place in node] for node in nodes]
+        number = next((each for each in open_nodes if not apart[place] & nodes[each][1]), len(nodes))
+        if number == len(nodes):
+            nodes.append(([], 0))
+            open_nodes.append(number)
+        places, bits = nodes[number]
+        places.append(place)
+        nodes[number] = places, bits | 1 << place
+        if len(places) == engine.MAX_NODE_SIZE:
+            open_nodes.remove(number)
+    return [[candidates[place] for place in places] for places, _ in nodes]
 
 
 def _make_memory(bytes_: int) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold.bootstrap.addresses import encoded
+from netfold.bootstrap.launchers import Placement
 from netfold.bootstrap.open_files import allow_open_files
 from netfold.bootstrap.store import MAX_KEYS, MAX_REQUEST_BYTES
 from netfold.errors import RendezvousError
@@ -46,20 +47,20 @@ _GRACE_S = 5.0
 _NOT_SET = {"type": "no", "reason": "not set in time"}
 
 
-_process_stores: dict[tuple[int, str, int, str, int], TcpStore] = {}
+_process_stores: dict[tuple[int, Placement], TcpStore] = {}
 _process_lock = threading.Lock()
 
 
-def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float) -> TcpStore:
-    """This rank's store for as long as the process lives: all groups of a job use the same one.
+def process_store(place: Placement, timeout_s: float) -> TcpStore:
+    """This rank's store for as long as the process lives: all groups of a job use the same one. Rank 0 serves it.
 
     With one store a group, rank 0 would close it when another rank already uses it for the next group.
     """
-    key = (os.getpid(), host, port, job, rank)
+    key = os.getpid(), place
     with _process_lock:
         found = _process_stores.get(key)
     if found is None:
-        made = TcpStore(host, port, job, serve=rank == 0, timeout_s=timeout_s)
+        made = TcpStore(place.host, place.port, place.job, serve=place.rank == 0, timeout_s=timeout_s)
         with _process_lock:
             found = _process_stores.setdefault(key, made)
     return found

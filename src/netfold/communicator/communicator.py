@@ -15,7 +15,7 @@ from netfold.bootstrap.tcp_store import process_store
 from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
-from netfold.communicator.parent_meeting import ParentMeeting
+from netfold.communicator.meeting import Meeting
 from netfold.communicator.reconfigure import Generations, no_group
 from netfold.options import Options
 
@@ -43,7 +43,7 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        store: Store | ParentMeeting,
+        store: Store | Meeting,
         rank: int,
         size: int,
         *,
@@ -100,19 +100,21 @@ class Communicator(Collectives):
         cls,
         environment: Mapping[str, str] = os.environ,
         *,
+        store: Store | None = None,
         options: Options | None = None,
         timeout_s: float = 1800.0,
         join_timeout_s: float = 60.0,
     ) -> Communicator:
         """Make the group of all ranks that torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun started.
 
-        Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the launcher's own variables (`launchers`). Rank 0's
-        process serves a small store (`TcpStore`) until it ends. Several such groups can be made, one after the other.
+        Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the launcher's own variables (`launchers`). Several such
+        groups can be made, one after the other.
+        store: default: rank 0's process serves a small one (`TcpStore`) until it ends.
         Raises ValueError where a variable is missing, RendezvousError.
         """
         place = launchers.placement(environment)
         communicator = cls(
-            process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=join_timeout_s),
+            process_store(place, join_timeout_s) if store is None else store,
             place.rank,
             place.size,
             options=options,
@@ -120,8 +122,12 @@ class Communicator(Collectives):
             join_timeout_s=join_timeout_s,
             store_host=place.host,
         )
-        # Rank 0's process, and the store with it, may end once all ranks have connected.
-        communicator.barrier(timeout_s=join_timeout_s)
+        try:
+            # Rank 0's process, and a store in it, may end once all ranks have connected.
+            communicator.barrier(timeout_s=join_timeout_s)
+        except BaseException:
+            communicator.close()
+            raise
         return communicator
 
     def split(

@@ -215,7 +215,7 @@ class GroupMonitor:
         is_first = reconnects == _NEVER
         limit_s = max(self.reconnect_s, _CONNECT_S) if is_first else self.reconnect_s
         about = {"lane": lane, "rail": rail}
-        why = ""
+        why, is_orderly = "", False
         if not is_first and (peer, lane, rail) not in self.released:
             log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
         while time.monotonic() < began + limit_s and not self.ended.is_set():
@@ -246,7 +246,7 @@ class GroupMonitor:
                     stream.close()
                 if reply["failure"] is not None:
                     return self._fail_as(peer, reply)
-                why = "it closed the group"
+                why, is_orderly = "it closed the group", True
                 break
             except RendezvousError as error:
                 why = str(error)
@@ -256,7 +256,8 @@ class GroupMonitor:
                 self.ended.wait(_RETRY_S)
         waited_s = time.monotonic() - began
         tried = "to connect" if is_first else "to make it again"
-        self.native.give_up(lane, peer, rail, reconnects, f"after {waited_s:.1f} s of trying {tried}: {why}")
+        text = f"after {waited_s:.1f} s of trying {tried}: {why}"
+        self.native.give_up(lane, peer, rail, reconnects, text, is_orderly)
 
     def _waits_for_socket(self, lane: int, peer: int, rail: int, broken: tuple[int, int], until: float) -> bool:
         """Wait until another thread has given the connection a socket, or the time has come. False: it has none."""

@@ -25,7 +25,7 @@ from netfold.communicator import connection_manager, startup
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import GroupMonitor
 from netfold.communicator.failure_report import FailureReport
-from netfold.communicator.meeting import HandleMeeting, Meeting, StoreMeeting
+from netfold.communicator.meeting import Meeting, StoreMeeting
 from netfold.communicator.membership import Membership
 from netfold.communicator.message_links import ParentLost
 from netfold.communicator.parent_meeting import Parent, ParentMeeting
@@ -66,7 +66,7 @@ class Group:
 
     def __init__(
         self,
-        store: Store | HandleMeeting | ParentMeeting,
+        store: Store | Meeting,
         rank: int,
         size: int,
         *,
@@ -102,11 +102,7 @@ class Group:
         # By switch; none on a rank that did not join any.
         self.recoveries: list[Recovery] = []
         with contextlib.ExitStack() as undo:
-            meeting: Meeting
-            if isinstance(store, HandleMeeting | ParentMeeting):
-                meeting = store
-            else:
-                meeting = StoreMeeting(store, rank, size, store_host)
+            meeting = store if isinstance(store, Meeting) else StoreMeeting(store, rank, size, store_host)
             connections = startup.connect_group(meeting, options, deadline, undo)
             listener, job = connections.agreement.listener, connections.job
             self.name = job.name

@@ -8,9 +8,10 @@ to its neighbours in the start-up tree (`connect`), and makes the endpoint by wh
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from netfold.bootstrap import handle, regroup, rendezvous
 from netfold.bootstrap.addresses import Interfaces, own_interfaces
@@ -50,9 +51,15 @@ class Mesh(NamedTuple):
     tree: StartTree  # over the first connections
     peer_addresses: PeerAddresses
     by_host: list[list[int]]
-    hosts: frozenset[str]  # the addresses of all ranks
     job: Job  # as rank 0 has it
     inherited: Inherited | None = None
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The addresses of all ranks."""
+        addresses = self.peer_addresses
+        hosts = {host for endpoints in addresses.endpoints for host, _ in endpoints}
+        return frozenset(hosts.union(addresses.interfaces.hosts))
 
 
 class Regrouping(NamedTuple):
@@ -62,14 +69,15 @@ class Regrouping(NamedTuple):
     handles: Callable[[], tuple[str, ...]]  # of all ranks
 
 
-class Meeting(Protocol):
+class Meeting(ABC):
     rank: int
     size: int
 
+    @abstractmethod
     def agree(self, options: Options, deadline: float) -> Agreement:
         """Acquires a listener, which the caller releases. options: resolved."""
-        ...
 
+    @abstractmethod
     def connect(
         self,
         agreement: Agreement,
@@ -80,14 +88,13 @@ class Meeting(Protocol):
         undo: ExitStack,
     ) -> Mesh:
         """group: registered at the listener. node_socket: None where this rank shares no memory."""
-        ...
 
     def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
         """The caller owns the endpoint."""
-        ...
+        return first_endpoint(self.rank, agreement, mesh, options, deadline)
 
 
-class StoreMeeting:
+class StoreMeeting(Meeting):
     """The ranks publish their addresses in a store."""
 
     def __init__(self, store: Store, rank: int, size: int, store_host: str | None) -> None:
@@ -100,13 +107,12 @@ class StoreMeeting:
         store = rendezvous.claim(self._store, rank, size, deadline)
         try:
             job = rendezvous.agree(store, rank, size, options, deadline)
-            interfaces = own_interfaces(options, self._store_host)
-            listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
+            agreement = listen(job, rank, own_interfaces(options, self._store_host), options, deadline)
         except BaseException as error:
             rendezvous.publish_failure(store, rank, size, str(error) or type(error).__name__)
             raise
         self._generation = store
-        return Agreement(job, switches_for(job, options), interfaces, listener)
+        return agreement
 
     def connect(
         self,
@@ -117,23 +123,19 @@ class StoreMeeting:
         deadline: float,
         undo: ExitStack,
     ) -> Mesh:
-        interfaces = agreement.interfaces
         tree, peer_addresses, by_host = rendezvous.connect_tree(
             self._generation,
             group,
             agreement.listener,
-            interfaces,
+            agreement.interfaces,
             deadline,
             fabric=options.fabric,
             host="" if node_socket is None else node_socket.host,
         )
-        return Mesh(tree, peer_addresses, by_host, hosts_of_all(peer_addresses, interfaces), agreement.job)
-
-    def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
-        return first_endpoint(self.rank, agreement, mesh, options, deadline)
+        return Mesh(tree, peer_addresses, by_host, agreement.job)
 
 
-class HandleMeeting:
+class HandleMeeting(Meeting):
     """The members have each other's handles. See regroup.py."""
 
     def __init__(self, proposal: Proposal, endpoint: Endpoint) -> None:
@@ -142,13 +144,11 @@ class HandleMeeting:
         self._proposal, self._endpoint = proposal, endpoint
 
     def agree(self, options: Options, deadline: float) -> Agreement:
-        proposal, interfaces = self._proposal, self._endpoint.interfaces
         rendezvous.check_options(options, self.size)
         own = rendezvous.propose(options, self.size)
         # Until rank 0's is known.
-        job = rendezvous.accept(own, self.rank, self.size, options, proposal.secret)
-        listener = acquire_listener(self.rank, interfaces.hosts, options.port_range(), deadline)
-        return Agreement(job, switches_for(job, options), interfaces, listener)
+        job = rendezvous.accept(own, self.rank, self.size, options, self._proposal.secret)
+        return listen(job, self.rank, self._endpoint.interfaces, options, deadline)
 
     def connect(
         self,
@@ -159,26 +159,18 @@ class HandleMeeting:
         deadline: float,
         undo: ExitStack,
     ) -> Mesh:
-        tree, peer_addresses, by_host, job = regroup.connect_members(
-            self._proposal, self._endpoint, group, options, deadline
-        )
-        return Mesh(tree, peer_addresses, by_host, hosts_of_all(peer_addresses, agreement.interfaces), job)
+        return Mesh(*regroup.connect_members(self._proposal, self._endpoint, group, options, deadline))
 
     def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
         handles = self._proposal.handles
         return Regrouping(self._endpoint.retain(), lambda: handles)
 
 
-def switches_for(job: Job, options: Options) -> tuple[str, ...]:
-    """The switches to join, as host:port."""
+def listen(job: Job, rank: int, interfaces: Interfaces, options: Options, deadline: float) -> Agreement:
+    """Begin to listen for the ranks of a job. The caller releases the listener."""
+    listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
     # A switch that is less secure than the job is not used.
-    return switches_of(None if job.no_switch else options.switch)
-
-
-def hosts_of_all(peer_addresses: PeerAddresses, interfaces: Interfaces) -> frozenset[str]:
-    """The addresses of all ranks."""
-    hosts = {host for endpoints in peer_addresses.endpoints for host, _ in endpoints}
-    return frozenset(hosts.union(interfaces.hosts))
+    return Agreement(job, switches_of(None if job.no_switch else options.switch), interfaces, listener)
 
 
 def first_endpoint(rank: int, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:

@@ -23,19 +23,11 @@ from typing import Any
 
 from netfold.bootstrap import rendezvous, security
 from netfold.bootstrap.addresses import Interfaces, own_interfaces
-from netfold.bootstrap.listener import RegisteredGroup, acquire_listener
+from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.rendezvous import PeerAddresses
 from netfold.bootstrap.shm_discovery import Node, NodeSocket, give_memory, take_memory
 from netfold.bootstrap.tree import StartTree, place_of
-from netfold.communicator.meeting import (
-    Agreement,
-    Inherited,
-    Mesh,
-    Regrouping,
-    first_endpoint,
-    hosts_of_all,
-    switches_for,
-)
+from netfold.communicator.meeting import Agreement, Inherited, Meeting, Mesh, listen
 from netfold.communicator.message_links import MessageLinks
 from netfold.errors import RendezvousError
 from netfold.options import Options
@@ -62,7 +54,7 @@ class Parent:
     unfinished: list[Any]  # as of MessageLinks
 
 
-class ParentMeeting:
+class ParentMeeting(Meeting):
     """The members meet as ranks of their parent."""
 
     def __init__(self, parent: Parent, ranks: Sequence[int], name: str, store_host: str | None) -> None:
@@ -90,8 +82,7 @@ class ParentMeeting:
         interfaces = parent.interfaces
         if options.interface != parent.options.interface:
             interfaces = own_interfaces(options, self._store_host)
-        listener = acquire_listener(self.rank, interfaces.hosts, options.port_range(), deadline)
-        return Agreement(job, switches_for(job, options), interfaces, listener)
+        return listen(job, self.rank, interfaces, options, deadline)
 
     def connect(
         self,
@@ -144,12 +135,7 @@ class ParentMeeting:
         elif node is not None:
             copies = f"as in the group that this one is made of: {parent.copies}"
         inherited = Inherited(node, reader, copies, parent.links)
-        addresses = self._addresses_of_parent()
-        hosts = hosts_of_all(addresses, agreement.interfaces)
-        return Mesh(tree, addresses, by_node, hosts, agreement.job, inherited)
-
-    def regrouping(self, agreement: Agreement, mesh: Mesh, options: Options, deadline: float) -> Regrouping:
-        return first_endpoint(self.rank, agreement, mesh, options, deadline)
+        return Mesh(tree, self._addresses_of_parent(), by_node, agreement.job, inherited)
 
     def _links(self) -> MessageLinks:
         tag = -1 - int.from_bytes(self._derive("tag")[:4], "big") % (1 << 31)
@@ -233,7 +219,7 @@ class ParentMeeting:
         )
         by_host = rendezvous.hosts_of([offer["host"] for offer in offers])
         tree = self._tree(links, by_host, deadline)
-        return Mesh(tree, addresses, by_host, hosts_of_all(addresses, agreement.interfaces), job)
+        return Mesh(tree, addresses, by_host, job)
 
     def _derive(self, purpose: str) -> bytes:
         return hmac.digest(self._secret, purpose.encode(), "sha256")

@@ -294,19 +294,16 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
     spinners = 1 if node is None else len(node.ranks)
     crowded = spinners > len(os.sched_getaffinity(0))
     spin_us = (_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us
-    fds, lane_fds, *fallback_fds = sockets = [_by_rank_and_rail(group, -1) for _ in range(group.lanes)]
-    secrets = [_by_rank_and_rail(group, None) for _ in sockets] if job.security != SECURITIES[0] else []
-    for (peer, lane, rail), stream in group.accepted.items():
-        if secrets:
-            secrets[lane][peer][rail] = mesh_secrets(stream)
-        sockets[lane][peer][rail] = _detached(stream)
     native = engine.add_group(
         rank=connections.rank,
-        fds=fds,
-        lane_fds=lane_fds,
-        fallback_fds=fallback_fds,
-        # A connection inside a host breaks only where a process dies.
-        resumable=[options.reconnect_s != 0 and each != nodes[connections.rank] for each in nodes],
+        nodes=list(nodes),
+        lanes=group.lanes,
+        rails=group.rails,
+        connections=[
+            (lane, peer, rail, _detached(stream), mesh_secrets(stream))
+            for (peer, lane, rail), stream in group.accepted.items()
+        ],
+        resumable=options.reconnect_s != 0,
         id=group_id,
         job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
         spin_us=spin_us,
@@ -314,10 +311,8 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
         yields=crowded,
         table=native_rows(connections.choice.table),
         table_hash=connections.choice.table.hash16,
-        nodes=list(nodes),
         fabric=list(connections.fabric.streams),
         security=job.security,
-        secrets=secrets,
     )
     undo.callback(engine.remove_group, native)
     if node is not None:
@@ -358,10 +353,6 @@ def describe_interfaces(addresses: PeerAddresses) -> tuple[str, ...]:
     return tuple(
         f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
     )
-
-
-def _by_rank_and_rail(group: RegisteredGroup, value: Any) -> list[list[Any]]:
-    return [[value] * group.rails if peer != group.rank else [] for peer in range(group.size)]
 
 
 def _detached(stream: socket.socket) -> int:

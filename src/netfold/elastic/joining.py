@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from netfold.bootstrap import handle
@@ -12,7 +12,7 @@ from netfold.bootstrap.endpoint import Caller, Endpoint
 from netfold.elastic import messages
 from netfold.elastic.agreement import Decision
 from netfold.elastic.negotiation import REQUEST_S
-from netfold.elastic.newest import NewestGeneration
+from netfold.elastic.newest import Newest, NewestGeneration
 from netfold.errors import GroupAborted, RendezvousError
 from netfold.switch_protocol.control_messages import Message
 
@@ -39,6 +39,15 @@ class AllEnded(RendezvousError):  # noqa: N818 - named after what is the case
         )
         self.generation = generation
         """The newest, in which they were."""
+
+
+def all_have_ended(newest: Newest, ended: Collection[str], read: Callable[[], Newest | None]) -> bool:
+    """Whether the job has no members any more, so that it may begin again.
+
+    newest: as the store named it before its members were asked. ended: those that are no members any more.
+    read: reads it again, afterwards. Rank 0 writes each generation before it forms: if it is the same, it was the last.
+    """
+    return newest.is_whole and set(newest.handles) <= set(ended) and read() == newest
 
 
 class Joining:
@@ -76,6 +85,8 @@ class Joining:
             if newest is not None and newest.generation == 0:
                 why = "the store names none"
             ended: set[str] = set()  # or no members: new ranks that were taken in by members that have ended since
+            # In the order of the ranks. A newcomer of that generation may be no member yet, and is counted as ended: by
+            # then those that would send it the state have been asked, and have ended.
             candidates = [self._take_hint(), *(newest.handles if newest is not None else ()), *known]
             for text in dict.fromkeys(each for each in candidates if each not in ("", own)):
                 caller = Caller(handle.parse(text), self._endpoint)
@@ -98,9 +109,7 @@ class Joining:
                 if reply["type"] != "waiting":
                     ended.add(text)
                     why = f"{handle.parse(text).where} is no member now"
-            all_ended = newest is not None and newest.is_whole and ended.issuperset({*newest.handles} - {own})
-            # Rank 0 writes each generation before it forms. So those were the members of the newest one.
-            if after == 0 and newest is not None and all_ended and self._newest.read() == newest:
+            if after == 0 and newest is not None and all_have_ended(newest, ended | {own}, self._newest.read):
                 raise AllEnded(newest.generation)
             if time.monotonic() > answered_at + self._timeout_s:
                 raise RendezvousError(

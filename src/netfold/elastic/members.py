@@ -165,7 +165,7 @@ class Members:
         if store is None and named:
             store = outliving_store(named, join_timeout_s)
         elif store is None:
-            store = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=join_timeout_s)
+            store = process_store(place, join_timeout_s)
         limits: Any = {"min_size": min_size, "max_size": max_size, "join_timeout_s": join_timeout_s}
         newest, ended = NewestGeneration(store).read(), 0
         if newest is not None and newest.generation > 0:
@@ -173,18 +173,14 @@ class Members:
                 return cls.newcomer(store, options=options, timeout_s=timeout_s, store_host=place.host, **limits)
             except AllEnded as error:
                 ended = error.generation
-        communicator = Communicator(
-            PrefixStore(store, f"elastic/after-{ended}/"),
-            place.rank,
-            place.size,
+        communicator = Communicator.from_environment(
+            environment,
+            store=PrefixStore(store, f"elastic/after-{ended}/"),
             options=options,
             timeout_s=timeout_s,
             join_timeout_s=join_timeout_s,
-            store_host=place.host,
         )
         try:
-            # Rank 0's process, and a store in it, may end once all ranks have connected.
-            communicator.barrier(timeout_s=join_timeout_s)
             members = cls(communicator, store=store, done=done, **limits)
             members._begin(ended + 1)
             return members

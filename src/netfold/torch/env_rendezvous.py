@@ -39,7 +39,7 @@ def env_rendezvous(torch_handler: Callable[..., _Rendezvous], url: str, **option
     _host = place.host
     timeout = options.get("timeout", default_pg_timeout)
     seconds = timeout.total_seconds()
-    bootstrap_store = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=seconds)
+    bootstrap_store = process_store(place, seconds)
     key = f"torch's store {next(_rendezvous_number)}"
     if place.rank == 0:
         store = TCPStore(place.host, 0, place.size, is_master=True, timeout=timeout, wait_for_workers=False)

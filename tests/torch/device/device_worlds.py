@@ -29,10 +29,14 @@ def on_devices(
     *,
     before: Any = None,
     hosts: tuple[int, ...] = (),
+    own_stores: bool = False,
     timeout_s: float = 20.0,
     **options: Any,
 ) -> list[Outcome]:
-    """`act` on every rank; `before` may change a rank's device API first. `hosts`: the host of each rank."""
+    """`act` on every rank; `before` may change a rank's device API first. `hosts`: the host of each rank.
+
+    own_stores: once the group has formed, each rank has a store that no other rank sees, as in `netfold.elastic`.
+    """
     store, host, layers = dist.HashStore(), FakeHost(), []
 
     def enter(rank: int, _size: int, _folder: str) -> Any:
@@ -45,6 +49,7 @@ def on_devices(
         some = Options(probe="off", **options)
         group = Group(TorchStore(part), rank, size, options=some, timeout_s=timeout_s, join_timeout_s=20.0)
         group.nodes = hosts or group.nodes
+        part = dist.PrefixStore("alone", dist.HashStore()) if own_stores else part
         made = make_process_group(group, store, part, device_api)
         try:
             return act(made, device_api)

@@ -75,6 +75,10 @@ def test_sums_inside_and_between_hosts_are_correct(world: str, order: Any) -> No
     values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
 
 
+def test_groups_inside_and_between_hosts_need_no_store() -> None:
+    values(on_devices(sums, 4, hosts=(0, 1, 0, 1), own_stores=True))
+
+
 def every_dtype(group: Any, device_api: Any) -> str:
     size, rank = group.size(), group.rank()
     names = "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64"

@@ -66,7 +66,7 @@ class DeviceDriver:
     """The device driver of one group. Thread-safe."""
 
     def __init__(self, group: Group, device_api: DeviceApi, part: Store) -> None:
-        """part: the store in which subgroups of this group connect."""
+        """part: the store in which the ranks of a host find each other for NCCL."""
         self._group = group
         self._part = part
         self.device_api = device_api

@@ -18,7 +18,6 @@ from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
 from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.host_staging import HostStaging
 from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, IntraHostReducer, NcclReducer, host_groups
-from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
 
@@ -167,7 +166,7 @@ class _Builder:
             windows, reason = ipc.open_windows(group, members, self._device_api, stream, self._device, self._deadline)
         if reason:
             return None, f"IPC disabled because {reason}; "
-        local = group if len(members) == group.size else self._subgroup("host", group.nodes[group.rank], members)
+        local = group if len(members) == group.size else self._subgroup("host", members)
         return self._path(stream, ipc.IpcReducer(self._device_api, stream, local, windows), members, peers, "IPC")
 
     def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[IntraHostPath | None, str]:
@@ -177,7 +176,7 @@ class _Builder:
         self.parts.append(nccl)
         stream = self._device_api.new_stream(self._device)
         sums = NcclReducer(self._device_api, stream, nccl, len(members))
-        return self._path(stream, sums, members, peers, "NCCL", self._subgroup("watch", members[0], members))
+        return self._path(stream, sums, members, peers, "NCCL", self._subgroup("watch", members))
 
     def _path(
         self,
@@ -193,7 +192,7 @@ class _Builder:
         kinds = "all_reduce, all_gather and reduce_scatter" if sums.shares else "all_reduce"
         how = f"{kinds} from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
-            among = self._subgroup("between", members.index(group.rank), peers)
+            among = self._subgroup("between", peers)
             between = HostStaging(among, device_api, device, slots_of(among, device_api))
             how += f", by netfold between {len(peers)} hosts"
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
@@ -201,14 +200,18 @@ class _Builder:
             how += f", but for {', '.join(without)}, for which {name} has no datatype"
         return IntraHostPath(group, device_api, stream, sums, between, watch), f"{how}; else "
 
-    def _subgroup(self, what: str, number: int, ranks: Sequence[int]) -> Group:
-        """Make a group of some of the ranks. Only a group between hosts uses the switch."""
+    def _subgroup(self, what: str, ranks: Sequence[int]) -> Group:
+        """Make a group of some of the ranks, over the group's own connections. Only one between hosts uses the switch.
+
+        Raises RendezvousError.
+        """
         group = self._group
+        meeting = group.meeting(ranks, f"device {what}")
         switch = group.options.switch if what == "between" else None
         subgroup = Group(
-            TorchStore(PrefixStore(f"{what}/{number}", self._part)),
-            list(ranks).index(group.rank),
-            len(ranks),
+            meeting,
+            meeting.rank,
+            meeting.size,
             options=replace(group.options, switch=switch or ""),  # None would be NETFOLD_SWITCH
             timeout_s=group.timeout_s,
             join_timeout_s=min(_JOIN_S, max(1.0, self._deadline - time.monotonic())),

@@ -36,6 +36,9 @@ class State:
     """Named objects, the same on every rank: modules, optimizers, and any object with state_dict and load_state_dict.
 
     Borrowed: the objects stay the caller's, and are changed in place.
+    Cost: each attempt copies the modules' buffers, the state_dict of objects that are neither modules nor optimizers,
+    and the generators' states. Weights and optimizers are not copied. A rank that is sent the state needs the memory of
+    the largest part beside its own, and 64 MB.
     Raises TypeError for an object without these methods, ValueError for one of which a rank holds only a part.
     """
 
@@ -84,6 +87,7 @@ class State:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
+        """Remove the gradients of all modules' and optimizers' parameters."""
         for parameter in self._parameters():
             parameter.grad = None
 

@@ -76,6 +76,13 @@ class World:
         timeout_s: of an operation. join_timeout_s: of a change.
         log_level: of the line about each change, on rank 0.
         members: instead of those of the environment; owned by this object from here on.
+
+        Cost of entering: the start-up of a group; then the state's bytes, broadcast among the first ranks, or sent to a
+        newcomer by one member. Cost of a change: an agreement, the start-up of a group, and the state for those that
+        lack it.
+        Entering raises ValueError for a launcher's missing variables, or samples that do not divide among the ranks;
+        RendezvousError where no group forms, no member answers or the job is done; TooFewLeft. Leaving the context
+        without an error waits until all ranks have ended their loops; with one, the other ranks get the error's text.
         """
         self._make_state = state if callable(state) else None
         if isinstance(state, State):
@@ -112,6 +119,8 @@ class World:
         """Call `callback(world)` for this generation and every later one: to wrap modules, make groups, divide data.
 
         It is collective: all ranks call the same functions in the same order. The state is whole. Returns `callback`.
+        If a member is lost meanwhile, all callbacks run again in the next generation. Raises what `callback` raises
+        otherwise, and TooFewLeft.
         """
         self._callbacks.append(callback)
         try:
@@ -124,7 +133,7 @@ class World:
     def leave(self) -> None:
         """Leave the job at the end of this attempt, or of the next: a signal's handler may call this.
 
-        The other ranks lose no step by it. Afterwards `left` is set.
+        The other ranks lose no step by it. Afterwards `left` is set. Cost: a flag, which the next vote carries.
         """
         self.members.leave()
 
@@ -138,7 +147,8 @@ class World:
         change again; else the end of the body votes.
         Afterwards `step` has grown by 1, or a member was lost and the body must run again: write a loop on `step`.
         Exceptions of the body's own pass through. Raises TooFewLeft where too few ranks are left; RuntimeError for
-        collectives outside of attempts or after the vote.
+        collectives outside of attempts or after the vote, and for a rank that has left.
+        Cost: the vote, and a copy of what the body may change before it (`State`).
         """
         self._check_place("between two attempts", "end this process")
         self._in_attempt, self._voted = True, False
@@ -180,7 +190,9 @@ class World:
         """Wait until every rank has all that it needs for this step. At most one vote is taken in an attempt.
 
         Returns where the step is to be applied. Else it leaves the body, which then runs again.
-        numbers: as many as the constructor was told. Returns their sums over the ranks, alike on all of them.
+        numbers: as many as the constructor was told; none: zeros. Returns their sums over the ranks, f64, alike on all
+        of them.
+        Raises RuntimeError outside of an attempt, TooFewLeft.
         Cost: an all_reduce of 24 bytes, or of 8 for each number and 8 more.
         """
         if not self._in_attempt:
@@ -238,13 +250,19 @@ class World:
 
     @property
     def part(self) -> range:
-        """The numbers of this rank's samples of this step, counted from the start of the job."""
+        """The numbers of this rank's samples of this step, counted from the start of the job.
+
+        Raises ValueError where the constructor was given no policy.
+        """
         own = self._divided().ranges[self.rank]
         return range(self.samples + own.start, self.samples + own.stop)
 
     @property
     def weight(self) -> float:
-        """The factor of this rank's mean loss, so that DDP's mean over ranks is the mean over the step's samples."""
+        """The factor of this rank's mean loss, so that DDP's mean over ranks is the mean over the step's samples.
+
+        Raises ValueError where the constructor was given no policy.
+        """
         return self._divided().weight(self.rank)
 
     @property

@@ -80,6 +80,9 @@ class MessageMatcher {
 
   std::map<Key, std::deque<Receive>> posted_;
   std::map<Key, std::deque<Message>> kept_;
+  // The source of the first message of each queue in kept_, by tag and order: a receive from any source takes the first.
+  using ByOrder = std::pair<int, std::uint64_t>;
+  std::map<ByOrder, int> first_kept_;
   std::size_t posted_to_any_ = 0;
   std::uint64_t order_ = 0;
 };

@@ -14,6 +14,9 @@
 // kMaxAnnounced announced ones. The sender counts its credit and gets it back as messages are received. A sender
 // without credit and without a place for an announcement keeps its later messages in the caller's own memory.
 //
+// A receive from any source reads from the ranks that sent something, and looks at no other rank
+// (transport/readable_peers.hpp).
+//
 // A peer that leaves or breaks its connection fails only the calls that wait for it. Messages that it sent before can
 // still be received. Where sizes or dtypes differ the receiver fails, and an abort frame tells the sender the reason,
 // as for every failure.
@@ -22,6 +25,7 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/message_matcher.hpp>
 #include <netfold/transport/mesh.hpp>
+#include <netfold/transport/readable_peers.hpp>
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <deque>
@@ -42,9 +46,8 @@ class PointToPoint {
   static constexpr std::size_t kMaxAnnounced = 1 << 14;
   // Small enough that other messages are sent between two chunks.
   static constexpr std::size_t kChunkBytes = 1 << 20;
-  // After so long a wait for a rank in memory the connection to it is made, which shows whether its process lives. Most
-  // waits are shorter.
-  static constexpr std::int64_t kConnectNs = 1'000'000'000;
+  // After so long a wait for a rank in memory the connection to it is made, which shows whether its process lives.
+  static constexpr std::int64_t kConnectNs = transport::ReadablePeers::kConnectNs;
 
   using Ticket = MessageMatcher::Ticket;
   struct Done {
@@ -74,6 +77,8 @@ class PointToPoint {
   std::vector<Done> take_done() { return std::exchange(done_, {}); }
   const std::optional<Fault>& fault() const { return fault_; }
   void wait_for(WaitSet& set) const;
+  // The connection to `peer` was made or is lost; called as `poll` is.
+  void connection_changed(int peer);
   // Whether an awaited rank shares memory: a running rank then answers within microseconds.
   bool waits_for_memory() const;
   // The event that an unfinished call waits for: "rank 2 to send with tag 7; ...".
@@ -148,6 +153,7 @@ class PointToPoint {
     std::size_t outstanding = 0;              // this rank's calls that need the peer
     mutable std::int64_t waits_since_ns = 0;  // asleep for want of the peer's bytes, or of its reads; 0: not
     bool is_busy = false;                     // listed in busy_
+    bool is_readable = false;                 // listed in readable_
     Failure failure;                          // why the peer is gone
 
     bool has_work() const {
@@ -185,7 +191,9 @@ class PointToPoint {
   bool write(int peer);
   bool read(int peer);
   void consume(int peer);
+  bool read_from_any();
   void lose(int peer, const transport::Mesh::Io& io);
+  void lose(int peer, Failure failure);
   void fail_for_lost_peers();
   Ticket any_ticket(int peer) const;
 
@@ -193,6 +201,12 @@ class PointToPoint {
   std::vector<std::unique_ptr<Peer>> peers_;  // null until the first message to or from the rank
   std::vector<int> busy_;                     // the ranks that a poll concerns, in no order
   std::vector<bool> in_memory_;               // by rank
+  transport::ShmNode* node_ = nullptr;
+  std::unique_ptr<transport::ReadablePeers> readable_peers_;  // from the first receive from any source on
+  std::vector<int> readable_;  // the ranks whose bytes such receives read next, in no order
+  std::vector<int> senders_;   // kept between polls so that a poll allocates nothing
+  int lost_ = -1;              // a rank that is gone, one with a failure if there is one; -1: none is
+  int lost_count_ = 0;         // ranks that are gone
   MessageMatcher matcher_;
   std::vector<Done> done_;
   std::optional<Fault> fault_;

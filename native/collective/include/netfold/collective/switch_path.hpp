@@ -77,7 +77,8 @@ class SwitchPath {
   transport::Mesh& fallback_;
   std::vector<Choice> choices_;
   std::uint16_t table_;
-  Team team_;
+  const std::vector<int> ranks_;  // of the switch's job, by position
+  const Team team_;
   std::vector<FailoverOperation*> operations_;  // in order of start
 };
 

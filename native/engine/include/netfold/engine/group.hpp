@@ -144,8 +144,9 @@ class Group {
   // Give a connection that was never made its socket, without waiting for the driver. Closes `socket` where the
   // connection has been made meanwhile.
   void connect(int lane, int peer, int rail, transport::Fd socket, const auth::StreamSecrets& secrets);
-  // Declare a connection lost, if it is still broken and was not reconnected meanwhile.
-  void give_up(int lane, int peer, int rail, int reconnects, const std::string& why);
+  // Declare a connection lost, if it is still broken and was not reconnected meanwhile. is_orderly: the peer closed the
+  // group.
+  void give_up(int lane, int peer, int rail, int reconnects, const std::string& why, bool is_orderly);
 
   // The number of collectives that this rank has submitted. Equal on all ranks between collectives.
   std::uint32_t collectives_submitted() const { return inbox_.lock()->next_sequence - 1; }
@@ -231,6 +232,7 @@ class Group {
   // Run `action` on this thread where no thread drives; else the driver runs it later. `action` must not throw.
   void post_driver_task(std::function<void()> action);
   transport::Mesh& mesh_of(int lane);
+  void connection_changed(int lane, int peer);
   // Call `action` for the mesh, the lane and each fallback mesh.
   template <class Action>
   void for_each_mesh(const Action& action) {

@@ -29,12 +29,13 @@ class Mesh {
 
   // As Pipe's; false where there is no pipe.
   bool was_connected(int peer) const { return is_made(peer) && pipe(peer).was_connected(); }
+  bool shows_bytes(int peer) const { return is_made(peer) && pipe(peer).shows_bytes(); }
 
   // Replaces each pipe by what `wrap` makes of it, now or once it is made. Before the first use.
   void wrap(std::function<std::unique_ptr<Pipe>(int peer, std::unique_ptr<Pipe>)> wrap);
 
   // As Pipe's functions; `peer` is another rank.
-  Io send(int peer, std::span<const iovec> pieces) { return pipe(peer).send(pieces); }
+  Io send(int peer, std::span<const iovec> pieces) { return used(peer).send(pieces); }
   Io receive(int peer, std::span<const iovec> pieces) { return pipe(peer).receive(pieces); }
   Io receive(int peer, std::byte* into, std::size_t bytes);
   void wait_for(int peer, short events, std::vector<pollfd>& fds) const { pipe(peer).wait_for(events, fds); }
@@ -63,7 +64,8 @@ class Mesh {
   std::vector<int> made() const;
   // Flushes all pipes: true once everything is sent, or where nothing can be done now.
   bool flush();
-  // Adds the descriptors that wake a thread which can continue `flush`.
+  // Adds the descriptors that wake a thread which can continue `flush`. Cost: that of the pipes used since they were last
+  // flushed, not of all pipes.
   void wait_to_flush(std::vector<pollfd>& fds);
   // As Pipe's, of any pipe.
   bool needs_progress() const;
@@ -86,12 +88,16 @@ class Mesh {
     return *pipes_[static_cast<std::size_t>(peer)];
   }
   void add(int peer, std::unique_ptr<Pipe> pipe) const;
+  // The same, for a use that may leave something to flush.
+  Pipe& used(int peer) const;
 
   int rank_;
   Make make_;
   bool closed_ = false;
   mutable std::vector<std::unique_ptr<Pipe>> pipes_;
   mutable std::vector<Pipe*> made_;
+  mutable std::vector<int> unflushed_;  // ranks whose pipes may have something to flush
+  mutable std::vector<bool> is_unflushed_;
   std::vector<StreamPosition> positions_;
 };
 

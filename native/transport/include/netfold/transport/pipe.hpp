@@ -24,6 +24,7 @@ class Pipe {
     int error = 0;                     // errno of a broken connection; 0 for an orderly close
     const std::string* why = nullptr;  // the reason where one is known; the pipe owns the text
     bool is_ours = false;              // the fault is on this side, and the peer may be well
+    bool is_orderly = false;           // the peer is known to have closed the group
   };
 
   // The first use of leased memory counts as a hit where a fabric had it registered, else as a miss.
@@ -87,6 +88,9 @@ class Pipe {
 
   // Whether the fixed cost of a message is so high that few long ones are better; the same at both ends.
   virtual bool prefers_large_chunks() const { return false; }
+  // Whether a reader need not look for bytes: the pipe's connections become readable, or the node knows the writers
+  // (ShmNode::take_written).
+  virtual bool shows_bytes() const { return false; }
   // The TCP connections under this pipe, if any.
   virtual int rails() const { return 0; }
   virtual ResumableSocket* rail(int) { return nullptr; }

@@ -3,7 +3,8 @@
 // The memory is one memfd, which the lowest rank of the node makes. Every rank owns one segment of it. Only the owner
 // writes to a segment, so no location has two writers and no lock is needed. The exceptions are the bits of sleeping
 // ranks: a rank sets its bit in the header and in the segments of the ranks that shall wake it, and a waking rank clears
-// them. A rank writes values first, then the counter that publishes them.
+// them. A rank that writes to a ring sets its bit at the reader, which clears it. A rank writes values first, then the
+// counter that publishes them.
 //
 //   post     a rank's announcement of one call, with the data where they are few; kPosts of them, used in turn
 //   stream   a ring of kSlots slots of kSlotBytes for long data; one stream for values that readers reduce, one for values
@@ -22,6 +23,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -71,6 +73,9 @@ class ShmNode {
     alignas(64) std::atomic<std::uint64_t> done;  // the last call that the owner has finished
     // Bit p % 64 of word p / 64: the next publication of the owner wakes the rank at position p.
     alignas(64) std::atomic<std::uint64_t> sleepers[kMaxSize / 64];
+    // Likewise: the rank at position p has written to its ring to the owner, which takes the bits.
+    alignas(64) std::atomic<std::uint64_t> writers[kMaxSize / 64];
+    std::atomic<std::uint8_t> awaits_bytes;  // 1: bytes in any ring to the owner end its sleep
     Post posts[kPosts];
     struct alignas(64) Counter {
       std::atomic<std::uint64_t> tag;
@@ -136,7 +141,8 @@ class ShmNode {
   void ring_doorbell();
   // Wakes every rank that sleeps.
   void ring_all_doorbells();
-  // Wakes one rank, only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between the two ranks.
+  // After a change of the ring between the two ranks: POLLIN, bytes to that rank; POLLOUT, space for it. Wakes that rank,
+  // only where it sleeps and awaits the event.
   void ring_doorbell(int position, short event);
   // Announces that this rank will sleep until one of `doorbells` is readable. Check once more for events afterwards.
   void prepare_sleep();
@@ -144,6 +150,22 @@ class ShmNode {
   void await(int position);
   // After prepare_sleep: wake also for `events` of the ring to that rank. Check once more for events after this call.
   void await(int position, short events);
+  // After prepare_sleep: wake also for bytes in any ring to this rank. Check take_written once more after this call.
+  void await_bytes();
+  // Calls `handle` for the position of each rank that has written to its ring to this rank since the last call. So a
+  // rank that receives from any rank looks at those rings only. Cost: four loads, whatever the number of ranks.
+  template <class Handle>
+  void take_written(const Handle& handle) {
+    for (int first = 0; first < size(); first += 64) {
+      std::atomic<std::uint64_t>& writers = own().writers[first / 64];
+      if (writers.load(std::memory_order_relaxed) == 0) continue;
+      std::uint64_t taken = writers.exchange(0);
+      // Pairs with the first fence of ring_doorbell(position, event): a writer that found its bit set had written
+      // before this fence.
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      for (; taken != 0; taken &= taken - 1) handle(first + std::countr_zero(taken));
+    }
+  }
   // Ends the sleep, or gives it up, for any reason.
   void cancel_sleep();
   std::array<int, 2> doorbells() const { return fd_exchange_.descriptors(); }
@@ -240,6 +262,7 @@ class ShmNode {
   std::shared_ptr<PeerMemory> peer_memory_;
   std::vector<std::byte> bounce_;
   bool sleep_prepared_ = false;
+  std::vector<int> awaited_;  // positions in `awaits` since prepare_sleep
   unsigned sleeps_without_ring_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t finished_by_all_ = 0;

@@ -29,8 +29,12 @@ class ShmPipe final : public Pipe {
   Io receive(std::span<const iovec> pieces) override;
   // Precondition: ShmNode::prepare_sleep was called, and the node's doorbell is among the `fds`; the doorbell wakes.
   void wait_for(short events, std::vector<pollfd>& fds) const override;
-  bool hung_up() override { return connection_->hung_up(); }
+  bool hung_up() override {
+    is_hung_up_ = connection_->hung_up();
+    return is_hung_up_;
+  }
   bool was_connected() const override { return connection_->was_connected(); }
+  bool shows_bytes() const override { return true; }
   int rails() const override { return connection_->rails(); }
   ResumableSocket* rail(int number) override { return connection_->rail(number); }
   // Closing loses no bytes: the ring stays readable.
@@ -65,6 +69,7 @@ class ShmPipe final : public Pipe {
   std::uint64_t published_read_ = 0;
   std::uint64_t written_by_peer_ = 0;  // as last seen
   mutable int quiet_calls_ = 0;
+  bool is_hung_up_ = false;
 };
 
 }  // namespace netfold::transport

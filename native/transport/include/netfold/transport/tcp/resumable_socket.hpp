@@ -59,6 +59,10 @@ class ResumableSocket {
   // When bytes last passed, where this end may disconnect without harm: the connection can be made again, and nothing
   // is under way on this side. Else -1.
   std::int64_t idle_since_ns();
+  // -1: there is no socket.
+  int descriptor() const { return socket_.get(); }
+  // Whether bytes wait that came over a socket which is closed.
+  bool has_unread() const { return unread_from_ < unread_.size(); }
   // Bytes ever received, unread ones included.
   std::uint64_t received() const { return received_; }
 
@@ -77,8 +81,8 @@ class ResumableSocket {
   // peer_received: how many bytes the peer has received.
   // secrets: of the new connection, with the same `security` as the first.
   bool reconnect(Fd socket, std::uint64_t peer_received, const auth::StreamSecrets& secrets);
-  // No new connection will come; errors carry the reason `why`.
-  void give_up(std::string why);
+  // No new connection will come; errors carry the reason `why`. is_orderly: the peer closed the group.
+  void give_up(std::string why, bool is_orderly = false);
   // Sends again what the previous socket lost. True once all is sent, or while nothing can be sent.
   bool flush();
   // Whether closing now would lose bytes that were taken from the caller: they are pending here, or the greeting is
@@ -91,7 +95,7 @@ class ResumableSocket {
   enum class State : std::uint8_t { up, disconnecting, broken, lost };
   static constexpr std::size_t kBlockBytes = 64 << 10;
 
-  Pipe::Io lost() const { return {.closed = true, .error = error_, .why = &why_}; }
+  Pipe::Io lost() const { return {.closed = true, .error = error_, .why = &why_, .is_orderly = is_orderly_}; }
   Pipe::Io handle_error(int error);
   Pipe::Io handle_end(const RecordStream::ReadResult& result);
   void disconnect();
@@ -113,6 +117,7 @@ class ResumableSocket {
   int reconnects_ = 0;
   bool accepted_ = true;  // the peer's greeting has come over this socket, or none is due
   std::string why_;
+  bool is_orderly_ = false;
 
   std::uint64_t received_ = 0;
   std::vector<std::byte> unread_;  // received over a socket that is closed

@@ -33,6 +33,7 @@ class TcpPipe final : public Pipe {
   bool needs_progress() const override { return has_records_; }
   bool has_unsent() override;
   bool was_connected() const override;
+  bool shows_bytes() const override { return true; }
 
   int rails() const override { return static_cast<int>(rails_.size()); }
   ResumableSocket* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }

@@ -1,0 +1,78 @@
+#include <sys/epoll.h>
+#include <netfold/transport/readable_peers.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+namespace netfold::transport {
+
+ReadablePeers::ReadablePeers(Mesh& mesh, ShmNode* node)
+    : mesh_(mesh),
+      node_(node),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      in_memory_(static_cast<std::size_t>(mesh.size())) {
+  if (!epoll_) throw_errno("make an epoll set for a receive from any rank");
+  for (int position = 0; node_ != nullptr && position < node_->size(); ++position) {
+    in_memory_[static_cast<std::size_t>(node_->rank(position))] = true;
+  }
+  for (const int peer : mesh_.made()) mesh_.shows_bytes(peer) ? watch(peer) : silent_.push_back(peer);
+}
+
+void ReadablePeers::watch(int peer) {
+  if (!mesh_.shows_bytes(peer)) return;
+  marked_.push_back(peer);
+  int rail = 0;
+  for (auto* socket = mesh_.rail(peer, rail); socket != nullptr; socket = mesh_.rail(peer, ++rail)) {
+    if (socket->descriptor() < 0) continue;
+    epoll_event event{.events = EPOLLIN | EPOLLRDHUP | EPOLLET, .data = {.fd = peer}};
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->descriptor(), &event) != 0 && errno != EEXIST) {
+      throw_errno("watch a connection for a receive from any rank");
+    }
+    is_watching_ = true;
+  }
+}
+
+void ReadablePeers::take(std::vector<int>& peers) {
+  peers.insert(peers.end(), silent_.begin(), silent_.end());
+  const auto report = [&](int peer) {
+    // A connection to a rank in memory carries no bytes, and the pipe looks for its end only now and then.
+    if (in_memory_[static_cast<std::size_t>(peer)] && mesh_.was_connected(peer)) mesh_.hung_up(peer);
+    peers.push_back(peer);
+  };
+  for (const int peer : marked_) report(peer);
+  marked_.clear();
+  std::array<epoll_event, 64> events;
+  for (std::size_t count = events.size(); is_watching_ && count == events.size();) {
+    const int found = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
+    count = static_cast<std::size_t>(std::max(found, 0));
+    for (std::size_t i = 0; i < count; ++i) report(events[i].data.fd);
+  }
+  if (node_ != nullptr) node_->take_written([&](int position) { peers.push_back(node_->rank(position)); });
+}
+
+std::int64_t ReadablePeers::wait_for(std::vector<pollfd>& fds, std::int64_t now_ns) {
+  const std::int64_t next_ns = connect_some(now_ns);
+  fds.push_back({epoll_.get(), POLLIN, 0});
+  for (const int peer : silent_) mesh_.wait_for(peer, POLLIN, fds);
+  if (node_ != nullptr) node_->await_bytes();
+  return marked_.empty() ? next_ns : now_ns;
+}
+
+std::int64_t ReadablePeers::connect_some(std::int64_t now_ns) {
+  if (began_ns_ == 0) began_ns_ = now_ns;
+  const int others = mesh_.size() - 1;
+  const int all = node_ == nullptr ? others : 2 * others;
+  for (int made = 0; looked_at_ < all; ++looked_at_) {
+    const bool of_memory = looked_at_ >= others;
+    const std::int64_t due_ns = of_memory ? std::max(next_look_ns_, began_ns_ + kConnectNs) : next_look_ns_;
+    if (now_ns < due_ns) return due_ns;
+    const int peer = (mesh_.rank() + 1 + looked_at_ % others) % mesh_.size();
+    if (in_memory_[static_cast<std::size_t>(peer)] != of_memory || mesh_.was_connected(peer)) continue;
+    mesh_.hung_up(peer);  // makes the connection
+    if (++made == kConnectsAtOnce) next_look_ns_ = now_ns + kConnectPauseNs;
+  }
+  return -1;
+}
+
+}  // namespace netfold::transport
