@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from members_job import Job, die, first_members, mark, newcomer, size_is, sum_of, wait_for
 from ranks import run_ranks, running_switch, values
 
@@ -43,3 +46,27 @@ def test_each_generation_reduces_in_the_network_with_the_memory_of_the_one_befor
     epochs, workers, windows = zip(*(map(int, each) for each in starts), strict=True)
     assert list(epochs) == sorted(set(epochs)) and workers == (4, 3, 4)
     assert windows[0] == windows[2] > 0
+
+
+def without_its_switch(rank: int, size: int, folder: str, endpoint: str, switch_pid: int) -> tuple[float, int]:
+    """The switch is killed in step 2, and rank 1 in step 4."""
+    options = Options(probe="off", transport="tcp", switch=endpoint, algorithm="in_network")
+    with first_members(folder, rank, size, options) as members:
+        job = Job(members, lambda of: of.done >= 8)
+
+        def before_vote() -> None:
+            if rank == 0 and members.done == 2:
+                os.kill(switch_pid, signal.SIGKILL)
+            if rank == 1 and members.done == 4:
+                die()
+
+        job.before_vote = before_vote
+        job.run()
+        return float(job.state[0]) - sum_of(members.done), members.size
+
+
+def test_a_lost_rank_of_a_job_whose_switch_is_lost_too_ends_no_other_rank() -> None:
+    with running_switch() as switch:
+        outcomes = run_ranks(without_its_switch, 3, switch.endpoint, switch.process.pid, dies=[1], timeout_s=90)
+        assert values([outcomes[0], outcomes[2]]) == [(0.0, 2)] * 2
+        assert switch.process.wait(10) == -signal.SIGKILL

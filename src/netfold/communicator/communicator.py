@@ -178,6 +178,11 @@ class Communicator(Collectives):
         """The handles of the ranks of the group; of the last one, where this rank is in none now."""
         return self._generations.handles
 
+    @property
+    def options(self) -> Options:
+        """Of the next group that is given none of its own."""
+        return self._generations.options
+
     def reconfigure(
         self,
         uuid: int | str,
@@ -200,7 +205,8 @@ class Communicator(Collectives):
         Raises ValueError, with the former group untouched, for handles that can form no group: a member named twice,
         this rank not named, another version, security or secret file; and for options that this group cannot have.
         RendezvousError for a uuid that was used before, for a member that died, gave up, forms another group or did not
-        call; its `rank` is the new rank of that member.
+        call; its `rank` is the new rank of that member. SwitchError, on every member, where the switch does not take the
+        group within a third of the time.
         """
         try:
             self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s, options)

@@ -72,6 +72,8 @@ class Regrouping(NamedTuple):
 class Meeting(ABC):
     rank: int
     size: int
+    switch_share = 1.0
+    """Of the time that is left: how much of it the group may wait for its switches."""
 
     @abstractmethod
     def agree(self, options: Options, deadline: float) -> Agreement:
@@ -137,6 +139,9 @@ class StoreMeeting(Meeting):
 
 class HandleMeeting(Meeting):
     """The members have each other's handles. See regroup.py."""
+
+    # The rest is for a second try, without a switch that was lost meanwhile.
+    switch_share = 1 / 3
 
     def __init__(self, proposal: Proposal, endpoint: Endpoint) -> None:
         """endpoint: of the former group, which the new one keeps."""

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from netfold.bootstrap import handle, regroup, rendezvous
@@ -30,9 +31,16 @@ from netfold.communicator.meeting import HandleMeeting
 from netfold.errors import GroupAborted
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint
+from netfold.tuning.cost import BY_SWITCH
 
 # The listener, and what a handle says, stay the same for all groups.
 _OF_THE_ENDPOINT = ("transport", "security", "secret_file", "interface", "ports")
+
+
+def without_switch(options: Options) -> Options:
+    """For a group that the switch does not take. Algorithms that need a switch become auto."""
+    needs_one = any(name in (options.algorithm or "") for name in BY_SWITCH)
+    return replace(options, switch="", algorithm="auto" if needs_one else options.algorithm)
 
 
 class Generations:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -142,7 +143,9 @@ def connect_group(
             )
             for endpoint in (agreement.switches if workers else ())
         ]
-        memberships = _join_switches(accesses, agreement.job, mesh.tree, deadline, undo)
+        now = time.monotonic()
+        joined_by = now + meeting.switch_share * (deadline - now)
+        memberships = _join_switches(accesses, agreement.job, mesh.tree, joined_by, undo)
     setup = (agreement, registered_group, mesh, regrouping, over, memory, choice, tuple(workers), accesses, memberships)
     return Connections(rank, size, options, *setup)
 
