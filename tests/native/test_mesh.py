@@ -1,4 +1,4 @@
-"""What a sleep costs in a mesh of many connections."""
+"""The cost of a sleep in a mesh of many connections."""
 
 from __future__ import annotations
 

@@ -205,8 +205,8 @@ class Communicator(Collectives):
         Raises ValueError, with the former group untouched, for handles that can form no group: a member named twice,
         this rank not named, another version, security or secret file; and for options that this group cannot have.
         RendezvousError for a uuid that was used before, for a member that died, gave up, forms another group or did not
-        call; its `rank` is the new rank of that member. SwitchError, on every member, where the switch does not take the
-        group within a third of the time.
+        call; its `rank` is the new rank of that member. SwitchError, on every member, where the switch does not take
+        the group within a third of the time.
         """
         try:
             self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s, options)
