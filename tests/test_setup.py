@@ -338,8 +338,8 @@ def sanitizing_ci(folder: Path, said: str) -> subprocess.CompletedProcess[str]:
     """CI whose suite `sanitize` fails with one test and this output, and passes alone."""
     python = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; exit 0'
     kept = "build-sanitize/.pytest_cache/v/cache"
-    failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it\": true}}' >{kept}/lastfailed; echo '{said}'; exit 2"
-    return ci(folder, f"sanitize) {failure};;", python=python)
+    kept_failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it\": true}}' >{kept}/lastfailed"
+    return ci(folder, f"sanitize) {kept_failure}; echo '{said}'; exit 2;;", python=python)
 
 
 def test_ci_repeats_a_test_that_fails_under_a_sanitizer_without_a_report(tmp_path: Path) -> None:
