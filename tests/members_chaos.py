@@ -61,12 +61,21 @@ class Chaos:
         if len(going) < 3:
             return
         victim = self.drawn.choice(going)
+        if kind == "kill" and not self._leaves_enough([each for each in going if each is not victim]):
+            return
         if kind == "kill":
             self._signal(victim, signal.SIGKILL, 0.0)
             victim.running.wait()
             self.living.remove(victim)
         elif kind == "stop":
             self._signal(victim, signal.SIGSTOP, now + self.drawn.uniform(0.2, 6.0))
+
+    def _leaves_enough(self, left: list[Process]) -> bool:
+        """Whether those that are left can go on. Several kills may come before a busy machine's next generation."""
+        if self.transport == "auto":
+            return True
+        generation, size, _ = max(each.log.last() for each in self.living if each.log.last())
+        return 2 * sum(each.log.last()[0] == generation for each in left) > size
 
     def _signal(self, process: Process, number: signal.Signals, continues_at: float) -> None:
         self.done.append(f"{number.name} {process.number}")

@@ -30,7 +30,7 @@ from members_job import (
 from ranks import Daemon, run_ranks, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.communicator import NetfoldError
+from netfold.communicator import GroupAborted, NetfoldError, RendezvousError
 from netfold.elastic import Change, Members, TooFewLeft
 from netfold.elastic.joining import Joining
 from netfold.elastic.newest import Newest
@@ -488,3 +488,13 @@ def test_a_job_whose_members_have_all_ended_begins_again_when_every_rank_has_com
         store.send_signal(signal.SIGTERM)
         assert store.wait(seconds(20)) == 0
         store.stdout.close()
+
+
+def test_a_member_that_nobody_took_in_again_gets_the_reason_and_no_other_error(tmp_path: Path) -> None:
+    with first_members(str(tmp_path), 0, 1) as members:
+        with members._changed:
+            members._standing.step_out()
+        with pytest.raises(RendezvousError, match="nobody answered"):
+            members.change(RendezvousError("nobody answered"))
+        with pytest.raises(GroupAborted, match="no member has taken it in again"):
+            members.change()

@@ -275,10 +275,13 @@ class Members:
         error: the failure that this member saw. A generation that fails while it forms is followed by the next.
         A member that the decision excludes comes back as a newcomer within this call, and may wait as a spare.
         Raises TooFewLeft where no quorum, or fewer than min_size members, come within join_timeout_s. Raises `error`
-        where it is a Mismatch, and after MAX_FRUITLESS failures in a row that no lost member explains.
+        where it is a Mismatch, after MAX_FRUITLESS failures in a row that no lost member explains, and where this
+        member was decided out before and not taken in again.
         """
         if error is not None and (isinstance(error, Mismatch) or self._fruitless >= MAX_FRUITLESS):
             raise error
+        if self._standing.negotiation is None:
+            raise error or GroupAborted("this process is no member any more, and no member has taken it in again")
         loss = None if error is None else _loss_of(error)
         handles = self._standing.handles
         change = self._go_on(handles, list(range(len(handles))), {}, loss, is_member=True)
