@@ -53,10 +53,11 @@ _FAR_S = 3600.0
 
 @contextmanager
 def child(function: Callable[..., None], *arguments: Any) -> Iterator[tuple[Connection, int]]:
-    """A process that runs `function(connection, *arguments)`. Killed at the end."""
+    """A process that runs `function(connection, *arguments)`. Killed at the end. `recv`: EOFError once it has ended."""
     ours, theirs = get_context("fork").Pipe()
     process = get_context("fork").Process(target=function, args=(theirs, *arguments), daemon=True)
     process.start()
+    theirs.close()
     assert process.pid is not None
     try:
         yield ours, process.pid
@@ -319,15 +320,15 @@ def _at_size(answer: Connection, hosts: list[list[int]], leaves: int) -> None:
     _, tree_s = _timed(lambda: trees_of(paths, leaders, 0))
     own = handle.of_rank(b"x" * 32, 0, *kept[0][0], rails=1, security_level="none", options=Options().resolved({}))
     _, handle_s = _timed(lambda: [handle.parse(own.text) for _ in range(100)])
-    none: list[list[int]] = [[] if rank == 0 else [-1] for rank in range(size)]
     before = _resident_bytes()
     began = time.process_time()
     group = engine.add_group(
         rank=0,
-        fds=none,
-        lane_fds=none,
-        fallback_fds=[],
-        resumable=[True] * size,
+        nodes=list(nodes),
+        lanes=2,
+        rails=1,
+        connections=[],
+        resumable=True,
         id=1,
         job="simulated",
         spin_us=0,
@@ -335,7 +336,6 @@ def _at_size(answer: Connection, hosts: list[list[int]], leaves: int) -> None:
         yields=True,
         table=rows[0],
         table_hash=rows[1],
-        nodes=list(nodes),
         fabric=[],
     )
     native_s, native_memory = time.process_time() - began, _resident_bytes() - before
