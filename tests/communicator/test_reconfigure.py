@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.bootstrap import endpoint, handle, tree
+from netfold.bootstrap import endpoint, handle, regroup, tree
 from netfold.communicator import GroupAborted, RendezvousError
 
 QUIET = Options(probe="off")
@@ -377,6 +378,25 @@ def test_a_death_in_the_middle_ends_it_on_all_others(dead: int) -> None:
     for text, at_fault in values([outcomes[rank] for rank in range(3) if rank != dead]):
         assert f"rank {dead}" in text
         assert at_fault == dead
+
+
+def fails_as_the_last_neighbour_comes(rank: int, size: int, folder: str) -> tuple[str, int | None]:
+    def give_up(proposal: Any, group: Any, *_: Any) -> None:
+        with group.changed:
+            assert group.changed.wait_for(lambda: {(1, 0, 0), (2, 0, 0)} <= group.accepted.keys(), seconds(20))
+        raise RendezvousError("rank 2 gave up", rank=2)
+
+    with outside() as group:
+        handles = exchange(folder, "handle", rank, size, group.handle)
+        if rank == 0:
+            regroup._await_neighbours = give_up
+        return refusal(group, "as the last comes", handles)
+
+
+def test_neighbours_whose_connections_were_not_used_yet_get_the_reason_of_a_failure() -> None:
+    found = values(run_ranks(fails_as_the_last_neighbour_comes, 3))
+    assert [text.count("rank 2 gave up") for text, _ in found] == [1, 1, 1], found
+    assert [at_fault for _, at_fault in found] == [2, 2, 2]
 
 
 def absent_member(rank: int, size: int, folder: str, absent: int) -> tuple[str, int | None]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ def connect_members(
     except BaseException as error:
         # In this order: a neighbour that sees the connection end asks, and gets the reason.
         endpoint.end(proposal.uuid, error)
+        _add_arrived(registered_group, links, set(tree.place.neighbours) - links.streams.keys())
         tree.fail(str(error) or type(error).__name__, getattr(error, "rank", None))
         raise
     return tree, peer_addresses, hosts, job
@@ -178,8 +179,7 @@ def _searches(
 ) -> Iterator[dict[int, _Search]]:
     """A search for each neighbour. They end with this context."""
     place = tree.place
-    neighbours = [*place.children] + ([] if place.parent is None else [place.parent])
-    searches = {peer: _Search(peer, peer == place.parent, proposal, endpoint) for peer in neighbours}
+    searches = {peer: _Search(peer, peer == place.parent, proposal, endpoint) for peer in place.neighbours}
     ended = threading.Event()
     threads = [
         threading.Thread(
@@ -209,14 +209,10 @@ def _await_neighbours(
     missing = set(searches)
     while missing:
         with group.changed:
-            arrived = {peer for peer in missing if (peer, 0, 0) in group.accepted}
-            if not arrived:
+            if not any((peer, 0, 0) in group.accepted for peer in missing):
                 _raise_failure(searches, missing)
                 group.changed.wait(_CHECK_S)
-            streams = {peer: group.accepted[peer, 0, 0] for peer in arrived}
-        for peer, stream in streams.items():
-            links.add(peer, stream)
-        missing -= arrived
+        missing -= _add_arrived(group, links, missing)
         tree.check(_DOING)
         if missing and time.monotonic() > deadline:
             absent = sorted(missing)
@@ -228,6 +224,15 @@ def _await_neighbours(
                 f"time. Missing: {states}",
                 rank=absent[0],
             )
+
+
+def _add_arrived(group: RegisteredGroup, links: SocketLinks, missing: Collection[int]) -> set[int]:
+    """Use the connections of these ranks that have been made; returns the ranks."""
+    with group.changed:
+        arrived = {peer: group.accepted[peer, 0, 0] for peer in missing if (peer, 0, 0) in group.accepted}
+    for peer, stream in arrived.items():
+        links.add(peer, stream)
+    return set(arrived)
 
 
 def _raise_failure(searches: dict[int, _Search], missing: set[int]) -> None:

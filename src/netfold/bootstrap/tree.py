@@ -60,6 +60,10 @@ class Place(NamedTuple):
     def children(self) -> tuple[int, ...]:
         return self.other_hosts + self.own_host
 
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        return self.children if self.parent is None else (self.parent, *self.children)
+
 
 def place_of(rank: int, hosts: Sequence[Sequence[int]]) -> Place:
     """hosts: the ranks of each host, ascending; the hosts in the order of their first ranks."""
@@ -272,8 +276,7 @@ class StartTree:
     def fail(self, text: str, at_fault: int | None) -> None:
         """Tell the other ranks why this one does not go on."""
         failure = msgpack.packb([text, -1 if at_fault is None else at_fault])
-        place = self.place
-        for peer in place.children if place.parent is None else (place.parent, *place.children):
+        for peer in self.place.neighbours:
             with contextlib.suppress(OSError, RendezvousError, KeyError):  # a neighbour that is not connected, or left
                 self.links.send(peer, _FAILURE, failure, _FAIL_S)
 
