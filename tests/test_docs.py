@@ -199,3 +199,12 @@ def test_the_commands_of_a_tutorial_run(page: Path, tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert status == 0, log.read_text()
+
+
+def test_results_name_no_folder_of_the_machine_that_measured_them() -> None:
+    for page in sorted((ROOT / "bench" / "results").glob("*.*")):
+        if page.suffix in (".md", ".json"):
+            found = re.findall(
+                rf"{re.escape(str(ROOT))}\S{{0,40}}|/[\w.-]+/\S{{0,60}}\.venv\S{{0,40}}", page.read_text()
+            )
+            assert not found, f"{page.name}: {found[:3]}"

@@ -355,11 +355,13 @@ def test_a_table_has_one_line_for_each_row_below_the_header() -> None:
     assert "Python" in lines[3]
 
 
-def test_the_json_of_a_run_describes_the_machine(tmp_path: Path) -> None:
+def test_the_json_of_a_run_describes_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/netfold", "bench", "suite"])
     ranks = Ranks("torch", tmp_path, PLACE.deadline_s, deque(), print)
     ranks.ready = [{"versions": {"torch": "2.13.0"}, "congestion_control": "bbr"}]
     described = Runner(PLACE, {"torch": ranks}, 0.0).describe()
     told = json.loads(json.dumps(describe_run(described, TRIALS, make_rows(PLACE, TRIALS, RESULT))))
+    assert told["command"] == ["netfold", "bench", "suite"]
     assert told["place"]["rack_rate"] == "1gbit"
     assert told["machine"]["tcp_congestion_control"] == "bbr"
     assert {"cpu", "cores", "kernel", "load"} <= told["machine"].keys()

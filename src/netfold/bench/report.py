@@ -4,6 +4,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from netfold.bench.backends import unique_labels
@@ -78,7 +79,8 @@ def describe_run(
     described: by `Runner.describe`.
     """
     return {
-        "command": sys.argv,
+        # Without the folder in which this machine has the command.
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **described,
         "config": asdict(trials),
         **more,
