@@ -173,9 +173,9 @@ def train(me: Rank) -> None:
 def registering_us(provider: str, size: int, times: int) -> float:
     """Microseconds to register so many bytes: the time to post a receive into memory that no registration covers."""
     port, other = (native.StreamMux(provider, [ADDRESS]) for _ in range(2))
-    stream, peer = port.open(native.make_doorbell(), 1), other.open(native.make_doorbell(), 1)
-    stream.connect(other.names, peer.params)
-    peer.connect(port.names, stream.params)
+    stream, peer = port.open(native.make_doorbell()), other.open(native.make_doorbell())
+    stream.connect(peer.offer)
+    peer.connect(stream.offer)
     memory = np.ones(size, np.uint8)
     seconds = []
     for name in range(times):

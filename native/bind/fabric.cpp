@@ -11,7 +11,6 @@
 
 using netfold::engine::now_ns;
 namespace fabric = netfold::transport::fabric;
-using fabric::FabricPipe;
 using fabric::StreamMux;
 
 namespace {
@@ -50,6 +49,10 @@ nb::dict counters_of(const StreamMux& self) {
   out["bytes_written"] = counters.bytes_written;
   out["grants"] = counters.grants;
   out["grants_cancelled"] = counters.grants_cancelled;
+  out["streams"] = counters.streams;
+  out["max_streams"] = self.max_streams();
+  out["receive_bytes"] = counters.receive_bytes;
+  out["addresses"] = counters.addresses;
   out["registration_hits"] = registrations.hits;
   out["registration_misses"] = registrations.misses;
   out["registration_evictions"] = registrations.evictions;
@@ -58,18 +61,16 @@ nb::dict counters_of(const StreamMux& self) {
   return out;
 }
 
-FabricPipe& pipe_of(FabricStream& stream) {
-  if (stream.pipe == nullptr) throw nb::value_error("this stream was given to a group before, or closed");
-  return *stream.pipe;
+FabricStream& opened(FabricStream& stream) {
+  if (stream.stream == nullptr) throw nb::value_error("this stream was closed");
+  return stream;
 }
 
-std::string failure_of(FabricStream& stream) {
-  const auto& pipe = pipe_of(stream);
-  return pipe.mux()->failure(pipe.stream());
-}
+std::string failure_of(FabricStream& stream) { return opened(stream).mux->failure(stream.stream); }
 
-void throw_if(bool closed, const FabricPipe::Io& io) {
-  if (closed) throw fabric::Error(io.why != nullptr ? *io.why : std::string("the other end of the stream is closed"));
+void throw_if_failed(const FabricStream& stream) {
+  const std::string failure = stream.mux->failure(stream.stream);
+  if (!failure.empty()) throw fabric::Error(failure);
 }
 
 // Calls `try_once` without the GIL until it returns true, and sleeps on the descriptors of `add_fds` between two calls.
@@ -90,64 +91,62 @@ bool retry(std::int64_t deadline, const TryOnce& try_once, const AddFds& add_fds
 
 // Returns the number of bytes that `move` moved within the time.
 template <class Move>
-std::size_t move_all(FabricPipe& pipe, std::byte* data, std::size_t bytes, short events, std::int64_t timeout_ns,
-                     const Move& move) {
+std::size_t move_all(const FabricStream& stream, std::byte* data, std::size_t bytes, short events,
+                     std::int64_t timeout_ns, const Move& move) {
   const std::int64_t deadline = now_ns() + timeout_ns;
   std::size_t moved = 0;
   const auto move_some = [&] {
     for (;;) {
       const iovec rest{data + moved, bytes - moved};
-      const FabricPipe::Io io = move(rest);
-      moved += io.bytes;
-      throw_if(io.closed && moved < bytes, io);
-      if (moved == bytes || io.bytes == 0 || now_ns() >= deadline) return moved == bytes;
+      const std::size_t now = move(rest);
+      moved += now;
+      if (now == 0 && moved < bytes) throw_if_failed(stream);
+      if (moved == bytes || now == 0 || now_ns() >= deadline) return moved == bytes;
     }
   };
-  retry(deadline, move_some, [&](std::vector<pollfd>& fds) { pipe.wait_for(events, fds); });
+  retry(deadline, move_some, [&](std::vector<pollfd>& fds) { stream.mux->wait_for(stream.stream, events, fds); });
   return moved;
 }
 
-std::size_t send_all(FabricStream& stream, const nb::bytes& data, std::int64_t timeout_ns) {
-  FabricPipe& pipe = pipe_of(stream);
+std::size_t send_all(FabricStream& self, const nb::bytes& data, std::int64_t timeout_ns) {
+  const FabricStream& stream = opened(self);
   auto* first = const_cast<std::byte*>(bytes_of(data).data());
-  return move_all(pipe, first, data.size(), POLLOUT, timeout_ns,
-                  [&](const iovec& rest) { return pipe.send({&rest, 1}); });
+  return move_all(stream, first, data.size(), POLLOUT, timeout_ns,
+                  [&](const iovec& rest) { return stream.mux->send(stream.stream, {&rest, 1}); });
 }
 
-nb::bytes receive_all(FabricStream& stream, std::size_t bytes, std::int64_t timeout_ns) {
-  FabricPipe& pipe = pipe_of(stream);
+nb::bytes receive_all(FabricStream& self, std::size_t bytes, std::int64_t timeout_ns) {
+  const FabricStream& stream = opened(self);
   std::vector<std::byte> into(bytes);
-  into.resize(move_all(pipe, into.data(), bytes, POLLIN, timeout_ns,
-                       [&](const iovec& rest) { return pipe.receive({&rest, 1}); }));
+  into.resize(move_all(stream, into.data(), bytes, POLLIN, timeout_ns,
+                       [&](const iovec& rest) { return stream.mux->receive(stream.stream, {&rest, 1}); }));
   return to_bytes(into);
 }
 
 // Returns when the caller may use the memory again. False: the time was over before, and the endpoint is closed then.
-bool put_all(FabricStream& stream, std::uintptr_t address, std::size_t bytes, std::uint64_t name,
+bool put_all(FabricStream& self, std::uintptr_t address, std::size_t bytes, std::uint64_t name,
              std::int64_t timeout_ns) {
-  FabricPipe& pipe = pipe_of(stream);
+  const auto& [mux, stream] = std::tie(opened(self).mux, self.stream);
   const iovec chunk{reinterpret_cast<void*>(address), bytes};
   bool is_taken = false;
   const auto put = [&] {
-    if (!is_taken) {
-      const auto io = pipe.put({&chunk, 1}, name);
-      is_taken = io.bytes > 0;
-      throw_if(io.closed, io);
-    }
-    if (is_taken && pipe.bytes_in_flight() == 0) return true;
-    if (pipe.hung_up()) throw fabric::Error(pipe.mux()->failure(pipe.stream()));
+    if (!is_taken) is_taken = mux->put(stream, {&chunk, 1}, name) > 0;
+    if (is_taken && mux->bytes_in_flight(stream) == 0) return true;
+    throw_if_failed(self);
     return false;
   };
-  const bool done =
-      retry(now_ns() + timeout_ns, put, [&](std::vector<pollfd>& fds) { pipe.wait_for(is_taken ? 0 : POLLOUT, fds); });
-  if (!done && is_taken) without_gil([&] { pipe.force_close(); });
+  const bool done = retry(now_ns() + timeout_ns, put, [&](std::vector<pollfd>& fds) {
+    mux->wait_for(stream, is_taken ? 0 : POLLOUT, fds);
+  });
+  if (!done && is_taken) without_gil([&] { mux->force_close("the provider could still use memory of a caller"); });
   return done;
 }
 
-bool flush(FabricStream& stream, std::int64_t timeout_ns) {
-  FabricPipe& pipe = pipe_of(stream);
+bool flush(FabricStream& self, std::int64_t timeout_ns) {
+  const FabricStream& stream = opened(self);
   return retry(
-      now_ns() + timeout_ns, [&] { return pipe.flush(); }, [&](std::vector<pollfd>& fds) { pipe.wait_to_flush(fds); });
+      now_ns() + timeout_ns, [&] { return stream.mux->settled(stream.stream); },
+      [&](std::vector<pollfd>& fds) { stream.mux->wait_for(stream.stream, 0, fds); });
 }
 
 }  // namespace
@@ -184,12 +183,9 @@ void bind_fabric(nb::module_& m) {
             return out;
           },
           "Interfaces or devices, by rail.")
-      .def_prop_ro("names",
-                   [](const StreamMux& self) {
-                     nb::list out;
-                     for (const auto& name : self.names()) out.append(to_bytes(name));
-                     return out;
-                   })
+      .def_prop_ro("segment_bytes", &StreamMux::segment_bytes, "Of the longest message.")
+      .def_prop_ro("rma_min_bytes", &StreamMux::rma_min_bytes,
+                   "The smallest chunk that is written to the peer's memory; 0: none is.")
       .def_prop_ro("counters", &counters_of)
       .def_prop_ro("is_open", &StreamMux::is_open, "False: its endpoint had to be closed.")
       .def("force_close", &StreamMux::force_close, "why"_a, Release(),
@@ -203,7 +199,7 @@ void bind_fabric(nb::module_& m) {
                       .registrations = {.entries = registrations, .bytes = registered_bytes}});
           },
           "rma_min_bytes"_a, "registration_cache_entries"_a, "registration_cache_bytes"_a,
-          "Set the smallest chunk that streams opened from now on write to the peer's memory, and the bounds of the "
+          "Set the smallest chunk that groups formed from now on write to the peer's memory, and the bounds of the "
           "registration cache.")
       .def(
           "lease",
@@ -216,37 +212,30 @@ void bind_fabric(nb::module_& m) {
       .def("progress", &StreamMux::make_progress, Release(), "Do the provider's pending work, for all streams.")
       .def(
           "open",
-          [](const std::shared_ptr<StreamMux>& self, std::shared_ptr<fabric::Doorbell> doorbell, std::size_t streams) {
-            return FabricStream{std::make_unique<FabricPipe>(self, self->open(std::move(doorbell), streams))};
+          [](const std::shared_ptr<StreamMux>& self, std::shared_ptr<fabric::Doorbell> doorbell) {
+            return FabricStream{self, self->open(std::move(doorbell))};
           },
-          "doorbell"_a, "streams"_a, "One of `streams` that are opened together.");
+          "doorbell"_a, "A stream outside of groups.");
 
   nb::class_<FabricStream>(f, "Stream", "This rank's end of a byte stream to another rank.")
-      .def_prop_ro("params",
-                   [](FabricStream& self) {
-                     const auto& pipe = pipe_of(self);
-                     const auto params = pipe.mux()->params(pipe.stream());
-                     return std::tuple(params.tag, params.window, params.segment_bytes, params.rma_min_bytes);
-                   })
+      .def_prop_ro(
+          "offer", [](FabricStream& self) { return to_bytes(opened(self).mux->offer(self.stream)); },
+          "What the peer must know to connect.")
       .def(
           "connect",
-          [](FabricStream& self, const std::vector<nb::bytes>& names,
-             const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>& params) {
-            const auto& pipe = pipe_of(self);
-            std::vector<std::vector<std::byte>> peer_names;
-            for (const nb::bytes& name : names) peer_names.push_back(copy_of(name));
+          [](FabricStream& self, const nb::bytes& offer) {
+            const auto copy = copy_of(offer);
             nb::gil_scoped_release release;
-            const auto [tag, window, segment_bytes, rma_min_bytes] = params;
-            pipe.mux()->connect(pipe.stream(), peer_names, {tag, window, segment_bytes, rma_min_bytes});
+            opened(self).mux->connect(self.stream, copy);
           },
-          "names"_a, "params"_a)
+          "offer"_a, "offer: the peer's.")
       .def_prop_ro("failure", &failure_of, "Why the stream sends nothing any more; empty: it works.")
       .def("send", &send_all, "data"_a, "timeout_ns"_a, "The number of bytes that were sent within the time.")
       .def("receive", &receive_all, "bytes"_a, "timeout_ns"_a, "Up to `bytes`; fewer if the time was over.")
       .def(
           "post_receive",
           [](FabricStream& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
-            return pipe_of(self).post_receive(name, reinterpret_cast<std::byte*>(address), bytes);
+            return opened(self).mux->post_receive(self.stream, name, reinterpret_cast<std::byte*>(address), bytes);
           },
           "name"_a, "address"_a, "bytes"_a, "Set the memory for the chunk that the peer will put under `name`.")
       .def("put", &put_all, "address"_a, "bytes"_a, "name"_a, "timeout_ns"_a,
@@ -254,6 +243,6 @@ void bind_fabric(nb::module_& m) {
       .def("flush", &flush, "timeout_ns"_a, "Wait until all sent bytes are on their way without further progress here.")
       .def("close", [](FabricStream& self) {
         nb::gil_scoped_release release;
-        self.pipe.reset();
+        self.close();
       });
 }

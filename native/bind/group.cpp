@@ -9,12 +9,15 @@
 #include "auth.hpp"
 #include "convert.hpp"
 #include "engine.hpp"
+#include "transport.hpp"
 
 using namespace netfold;
 using engine::Engine;
 using engine::Group;
 using engine::Operation;
 using kernels::DType;
+using transport::fabric::FabricLane;
+using transport::fabric::StreamMux;
 
 namespace {
 
@@ -54,9 +57,25 @@ struct MeshOptions {
   }
 };
 
-// `fabric`: streams by lane and rank that carry the bytes instead of the connections; empty: there are none.
+// Makes the pipes of one mesh over TCP.
+class TcpPipeMaker final : public transport::PipeMaker {
+ public:
+  TcpPipeMaker(std::shared_ptr<const MeshOptions> options, int lane) : options_(std::move(options)), lane_(lane) {}
+
+  std::unique_ptr<transport::Pipe> make(int peer) override {
+    return options_->pipe(lane_, peer, options_->no_sockets(), options_->no_secrets());
+  }
+  // A socket may take part of a record; `flush` writes the rest.
+  bool needs_progress() const override { return options_->security != auth::Security::none; }
+
+ private:
+  std::shared_ptr<const MeshOptions> options_;
+  int lane_;
+};
+
+// fabric: carries the bytes instead of the connections. mux: null where there is none.
 std::unique_ptr<transport::Mesh> make_mesh(const std::shared_ptr<const MeshOptions>& options, int lane,
-                                           const Connections& connections, const nb::list& fabric) {
+                                           const Connections& connections, const FabricLane& fabric) {
   struct Made {
     std::vector<transport::Fd> sockets;
     std::vector<auth::StreamSecrets> secrets;
@@ -77,18 +96,16 @@ std::unique_ptr<transport::Mesh> make_mesh(const std::shared_ptr<const MeshOptio
   for (auto& [peer, to] : made) {
     pipes.at(static_cast<std::size_t>(peer)) = options->pipe(lane, peer, std::move(to.sockets), to.secrets);
   }
-  for (std::size_t peer = 0; nb::len(fabric) > 0 && peer < size; ++peer) {
-    const int to = static_cast<int>(peer);
-    if (to == options->rank) continue;
-    auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
-    if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
-    if (pipes[peer] == nullptr) pipes[peer] = options->pipe(lane, to, options->no_sockets(), options->no_secrets());
-    stream->watch(std::move(pipes[peer]));
-    pipes[peer] = std::move(stream);
+  std::unique_ptr<transport::PipeMaker> maker = std::make_unique<TcpPipeMaker>(options, lane);
+  if (fabric.mux != nullptr) {
+    auto over_fabric = std::make_unique<transport::fabric::FabricPipeMaker>(fabric, std::move(maker));
+    for (const auto& [peer, to] : made) {
+      auto& pipe = pipes[static_cast<std::size_t>(peer)];
+      pipe = over_fabric->over(peer, std::move(pipe));
+    }
+    maker = std::move(over_fabric);
   }
-  return std::make_unique<transport::Mesh>(options->rank, std::move(pipes), [options, lane](int peer) {
-    return options->pipe(lane, peer, options->no_sockets(), options->no_secrets());
-  });
+  return std::make_unique<transport::Mesh>(options->rank, std::move(pipes), std::move(maker));
 }
 
 // (operation, min_bytes, algorithm, wire format, algorithm between hosts), see collective::Choice.
@@ -106,7 +123,8 @@ std::vector<collective::Choice> table_of(const std::vector<TableRow>& rows) {
 std::shared_ptr<Group> make_group(int rank, std::vector<int> nodes, int lanes, std::size_t rails,
                                   const Connections& connections, bool resumable, std::uint64_t id, std::string job,
                                   int spin_us, bool spins_for_sockets, bool yields, const std::vector<TableRow>& table,
-                                  std::uint16_t table_hash, const nb::list& fabric, const std::string& security) {
+                                  std::uint16_t table_hash, std::shared_ptr<StreamMux> fabric,
+                                  std::size_t rma_min_bytes, const std::string& security) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= nodes.size()) {
     throw nb::value_error("rank is not one of the group's");
   }
@@ -124,10 +142,14 @@ std::shared_ptr<Group> make_group(int rank, std::vector<int> nodes, int lanes, s
                          .table = table_of(table),
                          .table_hash = table_hash,
                          .nodes = std::move(nodes)};
-  auto mesh = make_mesh(of_meshes, 0, connections, fabric);
-  auto transfers = make_mesh(of_meshes, 1, connections, fabric);
+  const auto doorbell = fabric == nullptr ? nullptr : std::make_shared<transport::fabric::Doorbell>();
+  const auto lane = [&](int number) {
+    return make_mesh(of_meshes, number, connections, {fabric, doorbell, rma_min_bytes});
+  };
+  auto mesh = lane(0);
+  auto transfers = lane(1);
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
-  for (int lane = 2; lane < lanes; ++lane) fallback_meshes.push_back(make_mesh(of_meshes, lane, connections, fabric));
+  for (int number = 2; number < lanes; ++number) fallback_meshes.push_back(lane(number));
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(transfers),
                                       std::move(fallback_meshes));
@@ -297,6 +319,8 @@ void bind_group(nb::module_& e) {
           },
           "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), "orderly"_a = false, Release(),
           "orderly: the rank leaves as at the end of a group, and what it has sent still arrives.")
+      .def("serve_connections", &Group::serve_connections, Release(),
+           "Handle what comes over the connections from now on, also while no operation is under way.")
       .def_prop_ro(
           "failure", [](const Group& self) { return tuple_of(self.failure()); },
           "(kind, rank at fault, text); None: the group has not failed.")
@@ -365,7 +389,7 @@ void bind_group(nb::module_& e) {
 
   e.def(
       "add_group", &make_group, "rank"_a, "nodes"_a, "lanes"_a, "rails"_a, "connections"_a, "resumable"_a, "id"_a,
-      "job"_a, "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "fabric"_a,
+      "job"_a, "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "fabric"_a.none(), "rma_min_bytes"_a,
       "security"_a = "none",
       "Create a group. Connections that it does not begin with are made once they are used.\n\n"
       "nodes[r]: the host of rank r, by a number.\n"
@@ -373,6 +397,8 @@ void bind_group(nb::module_& e) {
       "connections: (lane, rank, rail, socket, secrets) of connected stream sockets, which the group owns; secrets: to "
       "authenticate or encrypt as `security` says, or None.\n"
       "resumable: whether broken connections to other hosts may be reconnected.\n"
-      "fabric[lane][r]: streams that carry the bytes instead, or an empty list.");
+      "fabric: the StreamMux whose streams carry the bytes instead, or None.\n"
+      "rma_min_bytes: the smallest chunk that is written to the peer's memory over the fabric, the same on all ranks; 0: "
+      "none is.");
   e.def("remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); }, Release());
 }

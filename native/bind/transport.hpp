@@ -5,6 +5,7 @@
 #include <netfold/transport/udp/udp_socket.hpp>
 
 #include <memory>
+#include <utility>
 
 // A port for packets to and from a switch, until a group or a job takes it.
 struct DataPort {
@@ -25,7 +26,18 @@ struct FabricPort : DataPort {
   netfold::transport::fabric::FabricDatagrams* endpoint = nullptr;
 };
 
-// This rank's end of a stream to another rank, until a group takes the pipe.
+// This rank's end of a stream to another rank, outside of groups.
 struct FabricStream {
-  std::unique_ptr<netfold::transport::fabric::FabricPipe> pipe;
+  std::shared_ptr<netfold::transport::fabric::StreamMux> mux;
+  netfold::transport::fabric::Stream* stream = nullptr;  // null: closed
+
+  FabricStream(std::shared_ptr<netfold::transport::fabric::StreamMux> of, netfold::transport::fabric::Stream* opened)
+      : mux(std::move(of)), stream(opened) {}
+  FabricStream(FabricStream&& other) noexcept
+      : mux(std::move(other.mux)), stream(std::exchange(other.stream, nullptr)) {}
+  FabricStream& operator=(FabricStream&&) = delete;
+  ~FabricStream() { close(); }
+  void close() {
+    if (stream != nullptr) mux->close(std::exchange(stream, nullptr));
+  }
 };

@@ -244,7 +244,7 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
     const auto position = mesh.stream_position(peer);
     if (peer == mesh.rank() || !mesh.was_connected(peer) || position == transport::Mesh::StreamPosition::inside)
       continue;
-    mesh.send(peer, position == transport::Mesh::StreamPosition::between_chunks ? all : all.subspan(1));
+    mesh.send_last(peer, position == transport::Mesh::StreamPosition::between_chunks ? all : all.subspan(1));
   }
 }
 

@@ -313,7 +313,7 @@ void PointToPoint::abort(const Failure& failure) {
     const auto index = static_cast<std::size_t>(rank);
     if (!in_memory_[index] && !lane_->was_connected(rank)) continue;
     const Peer* peer = peers_[index].get();
-    if (peer == nullptr || (!peer->failure && peer->written == 0)) lane_->send(rank, parts);
+    if (peer == nullptr || (!peer->failure && peer->written == 0)) lane_->send_last(rank, parts);
   }
 }
 

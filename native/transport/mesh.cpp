@@ -4,15 +4,20 @@
 
 namespace netfold::transport {
 
-Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, Make make)
+Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, std::unique_ptr<PipeMaker> maker)
     : rank_(rank),
-      make_(std::move(make)),
+      maker_(std::move(maker)),
       pipes_(std::move(pipes)),
       is_unflushed_(pipes_.size()),
       positions_(pipes_.size()) {
   for (int peer = 0; peer < size(); ++peer) {
     if (is_made(peer)) add(peer, std::move(pipes_[static_cast<std::size_t>(peer)]));
   }
+}
+
+std::unique_ptr<Pipe> Mesh::new_pipe(int peer) const {
+  auto pipe = maker_->make(peer);
+  return wrap_ ? wrap_(peer, std::move(pipe)) : std::move(pipe);
 }
 
 void Mesh::add(int peer, std::unique_ptr<Pipe> pipe) const {
@@ -36,7 +41,7 @@ void Mesh::wrap(std::function<std::unique_ptr<Pipe>(int, std::unique_ptr<Pipe>)>
   for (int peer = 0; peer < size(); ++peer) {
     if (is_made(peer)) add(peer, wrap(peer, std::move(pipes_[static_cast<std::size_t>(peer)])));
   }
-  make_ = [wrap = std::move(wrap), make = std::move(make_)](int peer) { return wrap(peer, make(peer)); };
+  wrap_ = std::move(wrap);
 }
 
 Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
@@ -57,18 +62,7 @@ std::vector<int> Mesh::made() const {
   return peers;
 }
 
-bool Mesh::prefers_large_chunks() const { return !made_.empty() && made_.front()->prefers_large_chunks(); }
-
-bool Mesh::needs_progress() const { return std::ranges::any_of(made_, &Pipe::needs_progress); }
-
 bool Mesh::has_unsent() { return std::ranges::any_of(made_, &Pipe::has_unsent); }
-
-Pipe::RegistrationLease Mesh::lease(std::byte* data, std::size_t bytes) {
-  for (Pipe* pipe : made_) {
-    if (auto lease = pipe->lease(data, bytes)) return lease;  // all pipes share one StreamMux
-  }
-  return nullptr;
-}
 
 void Mesh::cancel() {
   const std::int64_t deadline_ns = now_ns() + kCancelNs;

@@ -16,11 +16,10 @@ ReadablePeers::ReadablePeers(Mesh& mesh, ShmNode* node)
   for (int position = 0; node_ != nullptr && position < node_->size(); ++position) {
     in_memory_[static_cast<std::size_t>(node_->rank(position))] = true;
   }
-  for (const int peer : mesh_.made()) mesh_.shows_bytes(peer) ? watch(peer) : silent_.push_back(peer);
+  for (const int peer : mesh_.made()) watch(peer);
 }
 
 void ReadablePeers::watch(int peer) {
-  if (!mesh_.shows_bytes(peer)) return;
   marked_.push_back(peer);
   int rail = 0;
   for (auto* socket = mesh_.rail(peer, rail); socket != nullptr; socket = mesh_.rail(peer, ++rail)) {
@@ -34,10 +33,12 @@ void ReadablePeers::watch(int peer) {
 }
 
 void ReadablePeers::take(std::vector<int>& peers) {
-  peers.insert(peers.end(), silent_.begin(), silent_.end());
+  mesh_.take_readable(peers);
   const auto report = [&](int peer) {
-    // A connection to a rank in memory carries no bytes, and the pipe looks for its end only now and then.
-    if (in_memory_[static_cast<std::size_t>(peer)] && mesh_.was_connected(peer)) mesh_.hung_up(peer);
+    // A connection beside memory or a fabric's stream carries no bytes of the stream, and the pipe looks at it only
+    // after several calls.
+    const bool is_beside = in_memory_[static_cast<std::size_t>(peer)] || !mesh_.shows_bytes(peer);
+    if (is_beside && mesh_.was_connected(peer)) mesh_.hung_up(peer);
     peers.push_back(peer);
   };
   for (const int peer : marked_) report(peer);
@@ -54,7 +55,7 @@ void ReadablePeers::take(std::vector<int>& peers) {
 std::int64_t ReadablePeers::wait_for(std::vector<pollfd>& fds, std::int64_t now_ns) {
   const std::int64_t next_ns = connect_some(now_ns);
   fds.push_back({epoll_.get(), POLLIN, 0});
-  for (const int peer : silent_) mesh_.wait_for(peer, POLLIN, fds);
+  mesh_.wait_for_readable(fds);
   if (node_ != nullptr) node_->await_bytes();
   return marked_.empty() ? next_ns : now_ns;
 }

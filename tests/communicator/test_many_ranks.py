@@ -36,7 +36,8 @@ def make_group(kind, algorithm, between="local", ranks_of_a_host=1, connections=
     return engine.add_group(
         rank=0, nodes=[0, *(1 + rank // ranks_of_a_host for rank in range(size - 1))], lanes=2, rails=1,
         connections=list(connections), resumable=False, id=1, job="", spin_us=0, spins_for_sockets=False, yields=False,
-        table=[(KINDS[kind], 0, ALGORITHMS[algorithm], -1, ALGORITHMS[between])], table_hash=1, fabric=[],
+        table=[(KINDS[kind], 0, ALGORITHMS[algorithm], -1, ALGORITHMS[between])], table_hash=1, fabric=None,
+        rma_min_bytes=0,
     )
 
 def counted():
@@ -116,7 +117,7 @@ def test_a_start_gives_the_native_group_only_the_connections_that_are_made() -> 
             registered_group=group,
             rank=0,
             choice=SimpleNamespace(table=SimpleNamespace(rows=(), hash16=0)),
-            fabric=SimpleNamespace(streams=()),
+            fabric=startup.Fabric(),
         )
         with mock.patch.object(startup, "engine", mock.Mock()):
             tracemalloc.start()

@@ -187,9 +187,9 @@ def test_the_strict_provider_reports_freed_memory_that_is_registered() -> None:
 
 def test_a_write_to_a_closed_endpoint_is_an_error_and_changes_nothing() -> None:
     sender, receiver = (fabric.StreamMux("tcp", list(LOOPBACK)) for _ in range(2))
-    ours, theirs = sender.open(fabric.make_doorbell(), 1), receiver.open(fabric.make_doorbell(), 1)
-    ours.connect(receiver.names, theirs.params)
-    theirs.connect(sender.names, ours.params)
+    ours, theirs = sender.open(fabric.make_doorbell()), receiver.open(fabric.make_doorbell())
+    ours.connect(theirs.offer)
+    theirs.connect(ours.offer)
     into, values_of = np.zeros(COUNT, np.float32), np.ones(COUNT, np.float32)
     exported = (values_of.ctypes.data, values_of.nbytes)
     over = threading.Event()

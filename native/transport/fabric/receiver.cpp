@@ -80,6 +80,7 @@ void Receiver::handle_received(ReceiveBuffer& buffer, std::size_t bytes, std::ui
     return post(buffer);
   }
   Stream& stream = *found->second;
+  if (!std::exchange(stream.is_heard, true)) stream.doorbell->ring();
   sender_.handle_confirmation(stream, header.read);
   switch (header.type) {
     case MessageType::segment:
@@ -122,7 +123,9 @@ void Receiver::handle_segment(Stream& stream, ReceiveBuffer& buffer, const Messa
   }
   if (buffer.grant != nullptr && state_.limits.front().orders_writes) grants_.handle_landed(buffer.grant->number);
   place = &buffer;
-  if (ahead == 0) stream.doorbell->ring();
+  if (ahead > 0) return;
+  stream.list_readable();
+  stream.doorbell->ring();
 }
 
 void Receiver::handle_receive_error(ReceiveBuffer& buffer, const std::string& reason) {

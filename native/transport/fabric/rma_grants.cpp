@@ -17,8 +17,8 @@ std::string RmaGrants::obstacle(std::size_t rma_min_bytes) const {
   return state_.segment_bytes < least ? state_.provider() + " has messages that are too short" : "";
 }
 
-bool RmaGrants::uses_rma(const Stream& stream, std::size_t bytes) const {
-  return stream.rma_min_bytes > 0 && bytes >= stream.rma_min_bytes && bytes <= state_.limits.front().write_bytes &&
+bool RmaGrants::uses_rma(std::size_t rma_min_bytes, std::size_t bytes) const {
+  return rma_min_bytes > 0 && bytes >= rma_min_bytes && bytes <= state_.limits.front().write_bytes &&
          bytes <= UINT32_MAX;
 }
 
@@ -115,6 +115,7 @@ void RmaGrants::handle_landed(std::uint32_t number) {
   Stream& stream = *grant.stream;
   --stream.open_grants;
   ++stream.landed;
+  stream.list_readable();
   stream.doorbell->ring();
 }
 
@@ -196,6 +197,8 @@ void RmaGrants::handle_cancel(Stream& stream) {
 
 bool RmaGrants::cancel(Stream& stream) {
   stream.reported_in_flight = stream.bytes_in_flight();
+  // Before this end was connected it told no grant, so the peer began no write.
+  if (stream.peers.empty()) stream.peer_writes = 0;
   if (stream.open_grants > 0 && !stream.is_cancelling) {
     stream.is_cancelling = stream.owes_cancel = true;
     // The peer never learns of these grants, but grants_ holds them and revokes them below.

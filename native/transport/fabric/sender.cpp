@@ -88,6 +88,7 @@ void Sender::send_due_control(Stream& stream) {
     if (taken == Endpoint::Taken::later) return send_waiting(stream);
     if (taken == Endpoint::Taken::never) continue;  // over another rail, if one is left
     stream.reported_read = stream.read;
+    if (type == MessageType::probe) stream.owes_hello = false;
     if (type == MessageType::cancel) stream.owes_cancel = false;
     if (type == MessageType::cancelled) stream.owes_cancelled = false;
     if (type != MessageType::credit) continue;

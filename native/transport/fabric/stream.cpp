@@ -44,6 +44,7 @@ void MuxState::fail(Stream& stream, const std::string& reason) {
   stream.waiting.clear();
   SendBuffer& control = stream.control_buffer();
   if (control.state == SendBuffer::State::waiting) control.state = SendBuffer::State::free;
+  stream.list_readable();
   stream.doorbell->ring();
 }
 

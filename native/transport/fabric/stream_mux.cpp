@@ -2,11 +2,35 @@
 #include <netfold/transport/fabric/stream_mux.hpp>
 
 #include <algorithm>
-#include <bit>
+#include <cstring>
 #include <utility>
 
 namespace netfold::transport::fabric {
 namespace {
+
+// An offer of a stream, as it travels; the name of each rail's endpoint follows behind its length. Little-endian.
+struct Offer {
+  std::uint64_t tag = 0;
+  std::uint32_t window = 0;         // segments
+  std::uint32_t segment_bytes = 0;  // of the longest segment
+  std::uint32_t rails = 0;
+  std::uint32_t reserved = 0;
+};
+
+template <class Value>
+void append(std::vector<std::byte>& bytes, const Value& value) {
+  const auto raw = std::as_bytes(std::span(&value, 1));
+  bytes.insert(bytes.end(), raw.begin(), raw.end());
+}
+
+// Takes a value from the front. False: the bytes end before it does.
+template <class Value>
+bool take(std::span<const std::byte>& bytes, Value& value) {
+  if (bytes.size() < sizeof value) return false;
+  std::memcpy(&value, bytes.data(), sizeof value);
+  bytes = bytes.subspan(sizeof value);
+  return true;
+}
 
 void add_once(int fd, std::vector<pollfd>& fds) {
   const auto is_same = [&](const pollfd& each) { return each.fd == fd; };
@@ -38,13 +62,6 @@ StreamMux::~StreamMux() {
   }
 }
 
-std::vector<std::vector<std::byte>> StreamMux::names() const {
-  std::lock_guard lock(mutex_);
-  std::vector<std::vector<std::byte>> names;
-  for (const auto& rail : state_.rails) names.push_back(rail->name());
-  return names;
-}
-
 void StreamMux::set(const Settings& settings) {
   std::lock_guard lock(mutex_);
   settings_ = settings;
@@ -55,22 +72,40 @@ StreamMux::Counters StreamMux::counters() const {
   std::lock_guard lock(mutex_);
   Counters counters = state_.counters;
   counters.registrations = cache_.counters();
+  counters.streams = state_.streams.size() + leaving_.size();
+  counters.receive_bytes = 0;
+  for (const auto& slab : slabs_) counters.receive_bytes += slab->receive_buffers.size() * state_.segment_bytes;
+  for (const auto& rail : peers_) counters.addresses += rail.size();
   return counters;
 }
 
 // --- Set-up and end of streams ---------------------------------------------------------------------------------------
 
-Slab* StreamMux::take_slab(std::uint32_t window) {
-  const auto fits = [&](const Slab* slab) { return slab->window == window; };
-  if (const auto found = std::ranges::find_if(spare_slabs_, fits); found != spare_slabs_.end()) {
-    Slab* slab = *found;
-    spare_slabs_.erase(found);
-    return slab;
+// A slab with the widest window that fits, among those that streams left and new ones.
+Slab* StreamMux::take_slab() {
+  constexpr std::size_t kParts = 32;
+  const std::size_t least = slab_bytes(1);
+  const std::size_t to_come = max_streams() - std::min(max_streams(), slabs_.size() + 1);
+  const std::size_t taken = slab_bytes_ + to_come * least;
+  const std::size_t most = (kBudgetBytes - std::min(kBudgetBytes, taken)) / kParts;
+  for (std::uint32_t window = kMaxWindow;; window /= 2) {
+    // Without room for a new slab, one of any window will do.
+    const bool is_last = window == 1;
+    const auto fits = [&](const Slab* slab) { return slab->window == window || is_last; };
+    if (const auto found = std::ranges::find_if(spare_slabs_, fits); found != spare_slabs_.end()) {
+      Slab* slab = *found;
+      spare_slabs_.erase(found);
+      return slab;
+    }
+    if (is_last || slab_bytes(window) <= most) return make_slab(window);
   }
+}
+
+Slab* StreamMux::make_slab(std::uint32_t window) {
   auto slab = std::make_unique<Slab>();
   const std::size_t segment_bytes = state_.segment_bytes;
   const std::size_t incoming = window * rails();
-  const std::size_t bytes = (incoming + window) * segment_bytes + sizeof(MessageHeader) + grants_.message_bytes();
+  const std::size_t bytes = slab_bytes(window);
   slab->window = window;
   slab->memory = Mapping::anonymous(bytes);
   if (!slab->memory) throw Error("no memory for the buffers of a fabric: " + std::to_string(bytes) + " bytes");
@@ -100,27 +135,24 @@ Slab* StreamMux::take_slab(std::uint32_t window) {
   return slabs_.back().get();
 }
 
-Stream* StreamMux::open(std::shared_ptr<Doorbell> doorbell, std::size_t streams) {
+Stream* StreamMux::open(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<ReadableStreams> readable, int peer) {
   std::lock_guard lock(mutex_);
   if (state_.rails.empty()) {
     throw Error("the endpoint of " + state_.provider() + " was closed; open another StreamMux");
   }
-  const std::size_t share =
-      (kBudgetBytes - std::min(kBudgetBytes, slab_bytes_)) / 2 / std::max<std::size_t>(1, streams);
-  const std::size_t window = std::min<std::size_t>(kMaxWindow, share / (state_.segment_bytes * (rails() + 1)));
-  // A spare slab can be used in any case: its memory counts already.
-  if (window == 0 && spare_slabs_.empty()) {
-    throw Error("buffers for " + std::to_string(streams) + " more streams over " + state_.provider() +
-                " do not fit into the " + std::to_string(kBudgetBytes >> 20) +
-                " MiB of this process; make fewer or smaller groups");
+  if (state_.streams.size() + leaving_.size() >= max_streams()) {
+    throw Error("this process has " + std::to_string(max_streams()) + " streams over " + state_.provider() +
+                ", the most whose buffers it may have (" + std::to_string(kBudgetBytes >> 20) +
+                " MiB); try an algorithm by which a rank needs few others (NETFOLD_ALGORITHM=ring), fewer or smaller "
+                "groups, or TCP (NETFOLD_TRANSPORT=tcp)");
   }
   auto stream = std::make_unique<Stream>();
   stream->doorbell = std::move(doorbell);
-  stream->slab =
-      take_slab(window == 0 ? spare_slabs_.front()->window : static_cast<std::uint32_t>(std::bit_floor(window)));
+  stream->readable = std::move(readable);
+  stream->peer = peer;
+  stream->slab = take_slab();
   for (SendBuffer& buffer : stream->slab->send_buffers) buffer.stream = stream.get();
   stream->received.resize(stream->window());
-  if (grants_.obstacle(settings_.rma_min_bytes).empty()) stream->rma_min_bytes = settings_.rma_min_bytes;
   const std::uint64_t usable_bits = ~std::uint64_t{0} >> (64 - limits().tag_bits);
   do {
     stream->receive_tag = random_bits() & usable_bits;
@@ -128,33 +160,70 @@ Stream* StreamMux::open(std::shared_ptr<Doorbell> doorbell, std::size_t streams)
   return state_.streams.emplace(stream->receive_tag, std::move(stream)).first->second.get();
 }
 
-StreamMux::StreamParams StreamMux::params(const Stream* stream) const {
-  return {stream->receive_tag, stream->window(), static_cast<std::uint32_t>(state_.segment_bytes),
-          stream->rma_min_bytes};
+std::vector<std::byte> StreamMux::offer(const Stream* stream) const {
+  std::lock_guard lock(mutex_);
+  const Offer offer{.tag = stream->receive_tag,
+                    .window = stream->window(),
+                    .segment_bytes = static_cast<std::uint32_t>(state_.segment_bytes),
+                    .rails = static_cast<std::uint32_t>(state_.rails.size())};
+  std::vector<std::byte> bytes;
+  append(bytes, offer);
+  for (const auto& rail : state_.rails) {
+    const auto name = rail->name();
+    append(bytes, static_cast<std::uint32_t>(name.size()));
+    bytes.insert(bytes.end(), name.begin(), name.end());
+  }
+  return bytes;
 }
 
-void StreamMux::connect(Stream* stream, const std::vector<std::vector<std::byte>>& names,
-                        const StreamParams& peer_params) {
+void StreamMux::connect(Stream* stream, std::span<const std::byte> bytes) {
   std::lock_guard lock(mutex_);
-  if (names.size() != state_.rails.size() || peer_params.segment_bytes != state_.segment_bytes ||
-      peer_params.window == 0) {
-    throw Error("the other rank has " + std::to_string(names.size()) + " rails and segments of " +
-                std::to_string(peer_params.segment_bytes) + " bytes, this rank " + std::to_string(state_.rails.size()) +
+  if (state_.rails.empty()) throw Error("the endpoint of " + state_.provider() + " was closed");
+  Offer offer;
+  bool is_whole = take(bytes, offer);
+  if (is_whole && (offer.rails != state_.rails.size() || offer.segment_bytes != state_.segment_bytes)) {
+    throw Error("the other rank has " + std::to_string(offer.rails) + " rails and segments of " +
+                std::to_string(offer.segment_bytes) + " bytes, this rank " + std::to_string(state_.rails.size()) +
                 " and " + std::to_string(state_.segment_bytes) + "; both need the same provider and like interfaces");
   }
+  std::vector<std::span<const std::byte>> names(state_.rails.size());
+  for (auto& name : names) {
+    std::uint32_t length = 0;
+    is_whole = is_whole && take(bytes, length) && length <= bytes.size();
+    if (!is_whole) break;
+    name = bytes.first(length);
+    bytes = bytes.subspan(length);
+  }
+  if (!is_whole || !bytes.empty() || offer.window == 0) throw Error("the other rank's offer of a stream is malformed");
   for (std::size_t rail = 0; rail < names.size(); ++rail) {
     // Add each name once: not every provider takes an address that it has.
     const std::string name(reinterpret_cast<const char*>(names[rail].data()), names[rail].size());
-    const auto [known, is_new] = peers_[rail].try_emplace(name, 0);
-    if (is_new) known->second = state_.rails[rail]->add(names[rail]);
+    auto known = peers_[rail].find(name);
+    if (known == peers_[rail].end()) known = peers_[rail].emplace(name, state_.rails[rail]->add(names[rail])).first;
     stream->peers.push_back(known->second);
   }
   stream->rail_failed.resize(names.size());
-  stream->send_tag = peer_params.tag;
+  stream->send_tag = offer.tag;
   // This rank's own send buffers bound the window, too.
-  stream->send_window = std::min(peer_params.window, stream->window());
-  const bool both = stream->rma_min_bytes > 0 && peer_params.rma_min_bytes > 0;
-  stream->rma_min_bytes = both ? std::max<std::size_t>(stream->rma_min_bytes, peer_params.rma_min_bytes) : 0;
+  stream->send_window = std::min(offer.window, stream->window());
+  stream->owes_hello = true;
+  sender_.send_due_control(*stream);
+}
+
+void StreamMux::greet(Stream* stream) {
+  std::lock_guard lock(mutex_);
+  stream->owes_hello = true;
+  sender_.send_due_control(*stream);
+}
+
+void StreamMux::take_readable(ReadableStreams& readable, std::vector<int>& peers) {
+  std::lock_guard lock(mutex_);
+  if (!state_.streams.empty()) progress_if_due();
+  for (Stream* stream : readable.streams) {
+    stream->is_listed = false;
+    peers.push_back(stream->peer);
+  }
+  readable.streams.clear();
 }
 
 StreamMux::FinalCounts StreamMux::close(Stream* stream) {
@@ -183,6 +252,8 @@ StreamMux::FinalCounts StreamMux::close(Stream* stream) {
   state_.fail(*stream, "this rank closed the stream");
   std::erase(state_.pending, stream);
   grants_.forget_grants_of(*stream);
+  if (stream->readable != nullptr) std::erase(stream->readable->streams, stream);
+  stream->readable = nullptr;
   stream->is_leaving = true;
   forget_if_left(*stream);
   return counts;
@@ -360,12 +431,22 @@ void StreamMux::wait_for(Stream* stream, short events, std::vector<pollfd>& fds)
   if (can_read || can_send || is_less_in_flight || !stream->failure.empty()) {
     return add_once(always_readable(), fds);
   }
-  Doorbell& doorbell = *stream->doorbell;
+  const bool must_probe = state_.rails.size() > 1 && stream->confirmed != stream->sent;
+  sleep_on(*stream->doorbell, fds, stream->write_refused, must_probe);
+}
+
+void StreamMux::wait_for_readable(Doorbell& doorbell, const ReadableStreams& readable, std::vector<pollfd>& fds) {
+  std::lock_guard lock(mutex_);
+  if (!readable.streams.empty()) return add_once(always_readable(), fds);
+  if (!state_.streams.empty()) sleep_on(doorbell, fds, false, false);
+}
+
+void StreamMux::sleep_on(Doorbell& doorbell, std::vector<pollfd>& fds, bool must_poll, bool must_probe) {
   if (std::exchange(doorbell.is_rung, false)) clear(doorbell.event);
   doorbell.asleep = true;
   add_once(doorbell.event.get(), fds);
   // A refused call may succeed without a completion before it, so poll for it.
-  bool must_poll = !state_.pending.empty() || receiver_.has_unposted() || stream->write_refused;
+  must_poll |= !state_.pending.empty() || receiver_.has_unposted();
   for (const auto& rail : state_.rails) {
     if (!rail->may_sleep()) {
       add_once(always_readable(), fds);
@@ -374,7 +455,6 @@ void StreamMux::wait_for(Stream* stream, short events, std::vector<pollfd>& fds)
     }
     must_poll |= rail->wait_fd() < 0;
   }
-  const bool must_probe = state_.rails.size() > 1 && stream->confirmed != stream->sent;
   if (must_poll || must_probe) wake_after(fds, must_poll ? kPollIntervalNs : Sender::kProbeIntervalNs);
 }
 

@@ -282,18 +282,6 @@ def connect_tree(
     return tree, peer_addresses, hosts_of([identity for _, identity in everyone])
 
 
-def connect_others(group: RegisteredGroup, peer_addresses: PeerAddresses, deadline: float) -> None:
-    """Connect also to all ranks that are no neighbours in the tree, for a fabric. Every rank calls this."""
-    missing = {peer for peer in range(group.size) if peer != group.rank and (peer, 0, 0) not in group.accepted}
-    try:
-        for peer in sorted(missing):
-            if peer < group.rank:
-                join(group, peer_addresses, peer, deadline)
-        _await_connections(group, {(peer, 0, 0) for peer in missing}, deadline)
-    except BaseException as error:
-        raise _explain_absence(error, group, missing, peer_addresses) from None
-
-
 def connected(group: RegisteredGroup, peer_addresses: PeerAddresses, peer: int, deadline: float) -> socket.socket:
     """The connection to a rank, which is made where there is none. Both ranks call this."""
     try:

@@ -99,6 +99,7 @@ class GroupMonitor:
     def begin(self) -> None:
         """Serve the other ranks' requests and connections from now on."""
         self.registered_group.handler = self.handle_request
+        self.native.serve_connections()
         self.on_listener(self.first_connections.begin)
 
     def on_listener(self, call: Callable[..., None], *arguments: Any) -> None:

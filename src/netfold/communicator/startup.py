@@ -44,8 +44,8 @@ _SPIN_US, _CROWDED_SPIN_US = 200, 1000
 class Fabric(NamedTuple):
     """The fabric that replaces TCP between ranks; empty for TCP."""
 
-    streams: Sequence[list[Any]] = ()  # by lane and rank
     port: Any = None
+    rma_min_bytes: int = 0  # the same on all ranks
     description: str = ""
 
 
@@ -125,7 +125,7 @@ def connect_group(
         # Before any rank can have formed the group, and lose it.
         regrouping = meeting.regrouping(agreement, mesh, options, deadline)
         undo.callback(regrouping.endpoint.release)
-        over = _open_fabric(agreement, registered_group, mesh, options, deadline)
+        over = _open_fabric(agreement, mesh, options, rank)
         memory = _share_memory(mesh, node_socket, options, rank, undo)
         choice = _choose(agreement, registered_group, mesh, over, memory, options, rank, deadline)
         workers = choice.table.workers(choice.topology)
@@ -162,21 +162,15 @@ def _failure_told(tree: StartTree) -> Iterator[None]:
         tree.close()
 
 
-def _open_fabric(
-    agreement: Agreement, registered_group: RegisteredGroup, mesh: Mesh, options: Options, deadline: float
-) -> Fabric:
-    """Connect the streams of NETFOLD_TRANSPORT's fabric."""
+def _open_fabric(agreement: Agreement, mesh: Mesh, options: Options, rank: int) -> Fabric:
+    """Open this process's port on NETFOLD_TRANSPORT's fabric, and agree with the other ranks on its use."""
     if options.fabric is None:
         return Fabric()
-    rendezvous.connect_others(registered_group, mesh.peer_addresses, deadline)
-    sockets = [registered_group.accepted.get((peer, 0, 0)) for peer in range(registered_group.size)]
-    rank, lanes = registered_group.rank, registered_group.lanes
     hosts = agreement.interfaces.hosts[: agreement.interfaces.rails]
     names = ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
     settings = {name: getattr(options, name) for name in names}
-    streams = fabric.connect(options.fabric, hosts, rank, lanes, sockets, deadline, settings=settings)
-    port = fabric.port_of(options.fabric, hosts)
-    return Fabric(streams, port, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
+    port, rma_min_bytes = fabric.agree(mesh.tree, options.fabric, hosts, rank, settings=settings)
+    return Fabric(port, rma_min_bytes, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
 
 
 class HostExchange:
@@ -250,25 +244,31 @@ def _choose(
         told = mesh.tree.broadcast(lambda: TableChoice(build_first(links), links).to_json(), what)
         return ChosenTable(*TableChoice.from_json(told), topology, build, measures)
 
-    def stream_to(peer: int) -> probe.ByteStream:
-        if options.fabric is not None:
-            return fabric.FabricByteStream(over.streams[0][peer])
-        return rendezvous.connected(registered_group, mesh.peer_addresses, peer, deadline)
-
     hosts = mesh.hosts
     if options.fabric is not None:
         hosts = frozenset(f"{options.fabric} {host}" for host in hosts)
-    found = probe.agree(
-        mesh.tree,
-        stream_to,
-        topology,
-        build_first,
-        deadline,
-        hosts=hosts,
-        rails=agreement.interfaces.rails,
-        switches=known,
-        progress=None if over.port is None else over.port.progress,
-    )
+    with ExitStack() as streams:
+
+        def stream_to(peer: int) -> probe.ByteStream:
+            connection = rendezvous.connected(registered_group, mesh.peer_addresses, peer, deadline)
+            if over.port is None:
+                return connection
+            connection.settimeout(max(0.1, deadline - time.monotonic()))
+            stream = fabric.stream_beside(connection, over.port)
+            streams.callback(stream.close)
+            return stream
+
+        found = probe.agree(
+            mesh.tree,
+            stream_to,
+            topology,
+            build_first,
+            deadline,
+            hosts=hosts,
+            rails=agreement.interfaces.rails,
+            switches=known,
+            progress=None if over.port is None else over.port.progress,
+        )
     return ChosenTable(*found, topology, build, measures)
 
 
@@ -314,7 +314,8 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
         yields=crowded,
         table=native_rows(connections.choice.table),
         table_hash=connections.choice.table.hash16,
-        fabric=list(connections.fabric.streams),
+        fabric=connections.fabric.port,
+        rma_min_bytes=connections.fabric.rma_min_bytes,
         security=job.security,
     )
     undo.callback(engine.remove_group, native)

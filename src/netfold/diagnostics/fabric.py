@@ -66,9 +66,9 @@ def _try(name: str) -> str:
     try:
         mux = fabric.StreamMux(name, [_LOOPBACK])
         doorbell = fabric.make_doorbell()
-        sender, receiver = mux.open(doorbell, 2), mux.open(doorbell, 2)
-        sender.connect(mux.names, receiver.params)
-        receiver.connect(mux.names, sender.params)
+        sender, receiver = mux.open(doorbell), mux.open(doorbell)
+        sender.connect(receiver.offer)
+        receiver.connect(sender.offer)
         sender.send(_MESSAGE, _TRIAL_NS)
         if receiver.receive(len(_MESSAGE), _TRIAL_NS) != _MESSAGE:
             return f"a message to itself did not arrive within {_TRIAL_NS // 10**9} s"

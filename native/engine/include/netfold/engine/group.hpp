@@ -137,6 +137,11 @@ class Group {
     int rail = 0;
   };
   std::vector<Idle> idle_connections();
+  // Handle what comes over the connections from now on, also while no operation is under way: a peer may begin a stream
+  // over a fabric.
+  void serve_connections() {
+    post_driver_task([this] { flush(); });
+  }
   // Continue over `socket`. False: that is impossible, or the connection was reconnected meanwhile, and the peer knows
   // another state.
   bool reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,

@@ -2,6 +2,7 @@
 // memory and loops only for the ranks that it communicates with.
 #pragma once
 
+#include <netfold/transport/pipe_maker.hpp>
 #include <netfold/transport/tcp/resumable_socket.hpp>
 
 #include <cstdint>
@@ -17,10 +18,8 @@ class Mesh {
  public:
   using Io = Pipe::Io;
 
-  // Makes the pipe to another rank, on the driver's thread.
-  using Make = std::function<std::unique_ptr<Pipe>(int peer)>;
-  // `pipes[r]` leads to rank r, null where `make` shall make the pipe; pipes[rank] is null. Takes ownership.
-  Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, Make make);
+  // `pipes[r]` leads to rank r, null where `maker` shall make the pipe; pipes[rank] is null. Takes ownership.
+  Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, std::unique_ptr<PipeMaker> maker);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(pipes_.size()); }
@@ -36,23 +35,27 @@ class Mesh {
 
   // As Pipe's functions; `peer` is another rank.
   Io send(int peer, std::span<const iovec> pieces) { return used(peer).send(pieces); }
+  Io send_last(int peer, std::span<const iovec> pieces) { return used(peer).send_last(pieces); }
   Io receive(int peer, std::span<const iovec> pieces) { return pipe(peer).receive(pieces); }
   Io receive(int peer, std::byte* into, std::size_t bytes);
   void wait_for(int peer, short events, std::vector<pollfd>& fds) const { pipe(peer).wait_for(events, fds); }
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
   std::size_t unconfirmed(int peer) const { return is_made(peer) ? pipe(peer).unconfirmed() : 0; }
 
-  // The same for all pipes of a mesh.
-  bool prefers_large_chunks() const;
-  bool uses_rma(int peer, std::size_t bytes) const { return is_made(peer) && pipe(peer).uses_rma(bytes); }
+  // As PipeMaker's functions.
+  bool prefers_large_chunks() const { return maker_->prefers_large_chunks(); }
+  bool needs_progress() const { return maker_->needs_progress(); }
+  Pipe::RegistrationLease lease(std::byte* data, std::size_t bytes) { return maker_->lease(data, bytes); }
+  void take_readable(std::vector<int>& peers) { maker_->take_readable(peers); }
+  void wait_for_readable(std::vector<pollfd>& fds) { maker_->wait_for_readable(fds); }
+
+  bool uses_rma(int peer, std::size_t bytes) const { return maker_->may_use_rma() && pipe(peer).uses_rma(bytes); }
   bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
     return pipe(peer).post_receive(name, into, bytes);
   }
   bool is_posted(int peer, std::uint64_t name) { return pipe(peer).is_posted(name); }
   Io put(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).put(pieces, name); }
   std::size_t bytes_in_flight(int peer) const { return is_made(peer) ? pipe(peer).bytes_in_flight() : 0; }
-  // Serves parts to and from every peer.
-  Pipe::RegistrationLease lease(std::byte* data, std::size_t bytes);
   Pipe::Scratch scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
   // The functions from here on concern the pipes that were made.
   // Takes back posted memory and parts in flight of all pipes. Blocks up to kCancelNs, then closes by force.
@@ -68,7 +71,6 @@ class Mesh {
   // flushed, not of all pipes.
   void wait_to_flush(std::vector<pollfd>& fds);
   // As Pipe's, of any pipe.
-  bool needs_progress() const;
   bool has_unsent();
 
   static constexpr std::int64_t kCancelNs = 100'000'000;
@@ -84,15 +86,17 @@ class Mesh {
   bool is_made(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
   // Makes the pipe where that is due.
   Pipe& pipe(int peer) const {
-    if (!is_made(peer)) add(peer, make_(peer));
+    if (!is_made(peer)) add(peer, new_pipe(peer));
     return *pipes_[static_cast<std::size_t>(peer)];
   }
+  std::unique_ptr<Pipe> new_pipe(int peer) const;
   void add(int peer, std::unique_ptr<Pipe> pipe) const;
   // The same, for a use that may leave something to flush.
   Pipe& used(int peer) const;
 
   int rank_;
-  Make make_;
+  std::unique_ptr<PipeMaker> maker_;
+  std::function<std::unique_ptr<Pipe>(int, std::unique_ptr<Pipe>)> wrap_;
   bool closed_ = false;
   mutable std::vector<std::unique_ptr<Pipe>> pipes_;
   mutable std::vector<Pipe*> made_;

@@ -41,6 +41,8 @@ class Pipe {
   virtual ~Pipe() = default;
   // Moves as many bytes as go at once. 0 bytes and not closed: try again later.
   virtual Io send(std::span<const iovec> pieces) = 0;
+  // The same, for the last bytes before this end closes: they reach a peer to which `send` cannot send yet.
+  virtual Io send_last(std::span<const iovec> pieces) { return send(pieces); }
   virtual Io receive(std::span<const iovec> pieces) = 0;
   // Adds descriptors that wake a sleeping thread once one of `events` (POLLIN, POLLOUT, POLLRDHUP) is there.
   virtual void wait_for(short events, std::vector<pollfd>& fds) const = 0;
@@ -52,9 +54,6 @@ class Pipe {
   // the descriptors of `wait_to_flush` wake a thread that can continue.
   virtual bool flush() { return true; }
   virtual void wait_to_flush(std::vector<pollfd>&) {}
-  // Whether sent bytes may need further calls, as with a provider that moves data only while it is polled. Then call
-  // `flush` until it returns true.
-  virtual bool needs_progress() const { return false; }
   // Whether there is or was a connection, or the attempt to make one. A pipe without one makes it when it is used: by `send`, `receive`, `hung_up`.
   virtual bool was_connected() const { return true; }
   // Whether bytes that were taken from the caller have not left this process; closing the pipe would lose them.
@@ -63,7 +62,7 @@ class Pipe {
   // --- Remote memory access. Both ends agree that a part of a message, named by `name`, goes from memory to memory.
   // The receiver posts the memory (`post_receive`); the sender waits for that (`is_posted`), then writes (`put`).
 
-  // Whether parts of this many bytes go by RMA; the same at both ends.
+  // Whether parts of this many bytes go by RMA; the same at both ends, and from the beginning.
   virtual bool uses_rma(std::size_t) const { return false; }
   // Posts memory for the part of this name; the peer owns the memory until the part is received. The part must be
   // received into exactly this memory. False: try again later.
@@ -81,13 +80,9 @@ class Pipe {
   virtual void force_close() {}
   // Whether `cancel` cannot succeed any more.
   virtual bool must_force_close() { return false; }
-  // A lease of memory for `put` and `post_receive`; null where leases make no difference.
-  virtual RegistrationLease lease(std::byte*, std::size_t) { return nullptr; }
   // At least this many bytes; null where all memory is equally good.
   virtual Scratch scratch(std::size_t) { return nullptr; }
 
-  // Whether the fixed cost of a message is so high that few long ones are better; the same at both ends.
-  virtual bool prefers_large_chunks() const { return false; }
   // Whether a reader need not look for bytes: the pipe's connections become readable, or the node knows the writers
   // (ShmNode::take_written).
   virtual bool shows_bytes() const { return false; }

@@ -2,7 +2,7 @@
 //
 //   connections      an epoll set, which reports each connection once when bytes come or its end
 //   shared memory    the bits that writers set (ShmNode::take_written)
-//   fabric streams   report nothing: each counts as readable at each look
+//   fabric streams   the list of those for which something came or that ended (Mesh::take_readable)
 //
 // Only a connection shows the end of its rank. So while a receive waits, connections that were not made are made: some
 // at a time, and those to ranks in memory only after a longer wait.
@@ -46,7 +46,6 @@ class ReadablePeers {
   Fd epoll_;
   bool is_watching_ = false;     // any connection
   std::vector<bool> in_memory_;  // by rank
-  std::vector<int> silent_;      // the ranks at the other ends of fabric streams
   std::vector<int> marked_;      // to be reported by the next `take`
   int looked_at_ = 0;            // first at the ranks of other hosts, then at those in memory: up to twice all of them
   std::int64_t next_look_ns_ = 0;

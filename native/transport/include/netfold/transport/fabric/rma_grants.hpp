@@ -60,7 +60,7 @@ class RmaGrants {
 
   // Why no part is written; empty where large parts are. rma_min_bytes: 0 turns RMA off.
   std::string obstacle(std::size_t rma_min_bytes) const;
-  bool uses_rma(const Stream& stream, std::size_t bytes) const;
+  bool uses_rma(std::size_t rma_min_bytes, std::size_t bytes) const;
   // The size of a stream's buffer for grants.
   std::size_t message_bytes() const;
 

@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace netfold::transport::fabric {
@@ -32,6 +33,11 @@ struct Doorbell : std::enable_shared_from_this<Doorbell> {
   bool asleep = false;
   bool is_rung = false;
   std::int64_t close_ns = -1;  // the deadline for closing the group's streams; -1: none was closed yet
+};
+
+// The streams of one mesh from which there may be something to read. Under the mux's lock.
+struct ReadableStreams {
+  std::vector<Stream*> streams;
 };
 
 // --- Messages --------------------------------------------------------------------------------------------------------
@@ -146,6 +152,11 @@ struct Stream {
   std::string failure;      // why nothing is sent any more; empty while the stream works
   bool is_pending = false;  // listed in MuxState::pending
   bool is_leaving = false;  // closed, but not all its sends are complete
+  int peer = -1;            // the rank at the other end
+  // Where this stream is listed as soon as a segment can be read or the stream failed, once until it is taken from
+  // there. Null: nowhere.
+  std::shared_ptr<ReadableStreams> readable;
+  bool is_listed = false;
 
   // Sender.
   std::vector<Endpoint::Peer> peers;  // by rail; empty until connect()
@@ -160,6 +171,7 @@ struct Stream {
   std::deque<SendBuffer*> waiting;  // segments in state `waiting`, in order
   std::size_t under_way = 0;        // sends that are not complete
   std::uint64_t bytes_taken = 0;    // from the caller, in segments and in writes
+  bool owes_hello = false;
 
   // Receiver.
   std::uint64_t receive_tag = 0;
@@ -168,9 +180,9 @@ struct Stream {
   std::uint32_t offset = 0;              // bytes of the next segment that were read
   std::uint32_t reported_read = 0;       // the value of `read` that the peer was last sent
   bool owes_probe_reply = false;
+  bool is_heard = false;  // a message has come
 
   // RmaGrants: writes to the peer's memory.
-  std::size_t rma_min_bytes = 0;               // of the shortest part that is written; 0: none is
   std::map<std::uint64_t, GrantEntry> offers;  // the peer's grants that are not used yet, by name
   bool awaits_offer = false;                   // the caller's last part found no offer
   bool write_refused = false;                  // the endpoint refused the caller's last write for now
@@ -214,6 +226,10 @@ struct Stream {
     ReceiveBuffer* next = received[read % window()];
     return next == nullptr || next->grant == nullptr || next->grant->state == Grant::State::landed ? next : nullptr;
   }
+  void list_readable() {
+    if (readable == nullptr || std::exchange(is_listed, true)) return;
+    readable->streams.push_back(this);
+  }
   std::uint32_t first_missing() const {
     std::uint32_t number = read;
     while (number - read < window() && received[number % window()] != nullptr) ++number;
@@ -223,6 +239,7 @@ struct Stream {
   std::optional<MessageType> due_control() const {
     if (owes_cancel) return MessageType::cancel;
     if (owes_cancelled) return MessageType::cancelled;
+    if (owes_hello) return MessageType::probe;
     if (owes_probe_reply || read - reported_read >= std::max(1u, window() / 2)) return MessageType::credit;
     return std::nullopt;
   }
@@ -244,6 +261,9 @@ struct MuxCounters {
   std::uint64_t bytes_written = 0;
   std::uint64_t grants = 0;
   std::uint64_t grants_cancelled = 0;  // before anything was written
+  std::uint64_t streams = 0;        // that are open now
+  std::uint64_t receive_bytes = 0;  // of the posted buffers, those of streams that ended included
+  std::uint64_t addresses = 0;      // of peers, for each rail
   RegistrationCache::Counters registrations;
 };
 

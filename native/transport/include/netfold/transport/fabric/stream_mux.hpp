@@ -20,7 +20,7 @@
 //
 //   stream      event                            becomes      action
 //   (none)      open                             open         take a slab of buffers, draw a tag
-//   open        connect                          up           -
+//   open        connect                          up           say hello: the peer learns that this end reaches it
 //   up          a send fails on the last rail    failed       wake the driver; send nothing more
 //   any         close, no send is under way      (forgotten)  give back the slab
 //   any         close, sends are under way       leaving      -
@@ -34,9 +34,11 @@
 // too, and rings the doorbells of drivers that sleep for them.
 //
 // Bounds. A stream has a *window* of segments that may be sent and not yet read; the ranks exchange it when they
-// connect. The receiver posts as many buffers, so the provider never holds messages without a buffer. All buffers
-// together take at most kBudgetBytes. Streams that are opened together share half of what is left, so many streams get
-// smaller windows; where not even one segment each fits, `open` refuses.
+// connect. The receiver posts as many buffers, so the provider never holds messages without a buffer. A process has at
+// most max_streams() streams, and all their buffers take at most kBudgetBytes. Memory for a window of one segment is
+// kept back for every stream that can still come. A new stream takes up to a 32nd of the rest, so early streams get
+// wide windows and later ones narrow windows. Beyond max_streams(), `open` refuses. Buffers stay posted when a stream
+// ends; the next stream takes them over.
 //
 // Authentication. Endpoint names and tags are exchanged over the connections of the handshake, which are authenticated.
 // The receiver of each stream and direction draws its tag at random: a nonce that every segment carries. A message with
@@ -62,6 +64,7 @@ namespace netfold::transport::fabric {
 class StreamMux : public std::enable_shared_from_this<StreamMux> {
  public:
   static constexpr std::size_t kBudgetBytes = 256 << 20;
+  static constexpr std::size_t kMaxStreams = 1024;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
   // Between two polls by a sleeping thread, of a provider that cannot wake it.
@@ -71,20 +74,13 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // The default of Settings::rma_min_bytes.
   static constexpr std::size_t kRmaMinBytes = 64 << 10;
 
-  // The facts that the peer must know of a stream of this rank.
-  struct StreamParams {
-    std::uint64_t tag = 0;
-    std::uint32_t window = 0;         // segments
-    std::uint32_t segment_bytes = 0;  // of the longest segment
-    std::uint64_t rma_min_bytes = 0;  // of the shortest part that may be written; 0: none
-  };
   // The bytes that a stream has sent in all.
   struct FinalCounts {
     std::uint32_t segments = 0;
     std::uint32_t writes = 0;
   };
   struct Settings {
-    std::size_t rma_min_bytes = kRmaMinBytes;  // 0: never; of streams that are opened later
+    std::size_t rma_min_bytes = kRmaMinBytes;  // 0: never
     RegistrationCache::Limits registrations;
   };
   using Counters = MuxCounters;
@@ -107,14 +103,29 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   std::string why_not_rma() const {
     return locked([&] { return grants_.obstacle(settings_.rma_min_bytes); });
   }
-  // The endpoints' names, by rail.
-  std::vector<std::vector<std::byte>> names() const;
+  // The shortest part that goes by RMA, as of `set`; 0: none does.
+  std::size_t rma_min_bytes() const {
+    return locked([&] { return grants_.obstacle(settings_.rma_min_bytes).empty() ? settings_.rma_min_bytes : 0; });
+  }
+  std::size_t segment_bytes() const { return state_.segment_bytes; }
+  // The number of streams that a process can have at once.
+  std::size_t max_streams() const { return std::min(kMaxStreams, kBudgetBytes / slab_bytes(1)); }
 
-  // streams: how many streams are opened together; they share the budget. Throws Error.
-  Stream* open(std::shared_ptr<Doorbell> doorbell, std::size_t streams);
-  StreamParams params(const Stream* stream) const;
-  // names: of the peer's endpoints, by rail. Throws Error.
-  void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const StreamParams& peer_params);
+  // readable, peer: where the stream is listed, as the stream to that rank, when there is something to read; or null.
+  // Throws Error.
+  Stream* open(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<ReadableStreams> readable = nullptr, int peer = -1);
+  // All that the peer must know to connect to this end: names of endpoints, tag, window and sizes.
+  std::vector<std::byte> offer(const Stream* stream) const;
+  // offer: the peer's. Throws Error.
+  void connect(Stream* stream, std::span<const std::byte> offer);
+  // Says hello to the peer, over the next rail. As `connect` did.
+  void greet(Stream* stream);
+  // Whether any message has come over the stream.
+  bool is_heard(const Stream* stream) const {
+    return locked([&] { return stream->is_heard; });
+  }
+  // Appends the ranks at the other ends of the listed streams, and empties the list.
+  void take_readable(ReadableStreams& readable, std::vector<int>& peers);
   // Completes sends and takes back memory, until kFlushNs after the first close of a stream of this group; blocks so
   // long. Closes the endpoint where memory could not be taken back.
   FinalCounts close(Stream* stream);
@@ -122,7 +133,7 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // As Pipe's functions of the same names; `send` and `receive` return the number of bytes.
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
   std::size_t receive(Stream* stream, std::span<const iovec> pieces);
-  bool uses_rma(const Stream* stream, std::size_t bytes) const { return grants_.uses_rma(*stream, bytes); }
+  bool uses_rma(std::size_t rma_min_bytes, std::size_t bytes) const { return grants_.uses_rma(rma_min_bytes, bytes); }
   bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes) {
     return locked([&] { return grants_.post_receive(*stream, name, into, bytes); });
   }
@@ -158,6 +169,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   std::size_t unconfirmed(const Stream* stream) const;
   // Adds descriptors that wake a thread for `events` of this stream, or for work that the stream needs.
   void wait_for(Stream* stream, short events, std::vector<pollfd>& fds);
+  // Adds descriptors that wake a thread once a stream of this driver is listed.
+  void wait_for_readable(Doorbell& doorbell, const ReadableStreams& readable, std::vector<pollfd>& fds);
   // Does the provider's work for all streams.
   void make_progress() {
     locked([&] { progress(); });
@@ -186,7 +199,14 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   }
   ScratchBlock take_scratch(std::size_t bytes);
   void keep_scratch(ScratchBlock block);
-  Slab* take_slab(std::uint32_t window);
+  std::size_t slab_bytes(std::size_t window) const {
+    const std::size_t segments = window * (rails() + 1);
+    return segments * state_.segment_bytes + sizeof(MessageHeader) + grants_.message_bytes();
+  }
+  Slab* take_slab();
+  Slab* make_slab(std::uint32_t window);
+  // Adds what wakes the driver's thread for any of its streams.
+  void sleep_on(Doorbell& doorbell, std::vector<pollfd>& fds, bool must_poll, bool must_probe);
   bool progress();
   void progress_if_due();
   void handle_completion(const Completion& completion);

@@ -29,8 +29,6 @@ class TcpPipe final : public Pipe {
   std::size_t unconfirmed() const override;
   bool flush() override;
   void wait_to_flush(std::vector<pollfd>& fds) override;
-  // A socket may take part of a record; `flush` writes the rest.
-  bool needs_progress() const override { return has_records_; }
   bool has_unsent() override;
   bool was_connected() const override;
   bool shows_bytes() const override { return true; }
@@ -49,7 +47,6 @@ class TcpPipe final : public Pipe {
   std::vector<ResumableSocket> rails_;
   std::vector<int> reported_;  // by rail: the value of reconnects() at the last report of a break; kNone: none
   std::function<void(int, bool)> on_broken_;
-  const bool has_records_;
   std::uint64_t sent_ = 0;
   std::uint64_t received_ = 0;
 };
