@@ -336,7 +336,8 @@ def _at_size(answer: Connection, hosts: list[list[int]], leaves: int) -> None:
         yields=True,
         table=rows[0],
         table_hash=rows[1],
-        fabric=[],
+        fabric=None,
+        rma_min_bytes=0,
     )
     native_s, native_memory = time.process_time() - began, _resident_bytes() - before
     engine.remove_group(group)

@@ -135,9 +135,8 @@ bool put_all(FabricStream& self, std::uintptr_t address, std::size_t bytes, std:
     throw_if_failed(self);
     return false;
   };
-  const bool done = retry(now_ns() + timeout_ns, put, [&](std::vector<pollfd>& fds) {
-    mux->wait_for(stream, is_taken ? 0 : POLLOUT, fds);
-  });
+  const bool done = retry(now_ns() + timeout_ns, put,
+                          [&](std::vector<pollfd>& fds) { mux->wait_for(stream, is_taken ? 0 : POLLOUT, fds); });
   if (!done && is_taken) without_gil([&] { mux->force_close("the provider could still use memory of a caller"); });
   return done;
 }

@@ -389,8 +389,8 @@ void bind_group(nb::module_& e) {
 
   e.def(
       "add_group", &make_group, "rank"_a, "nodes"_a, "lanes"_a, "rails"_a, "connections"_a, "resumable"_a, "id"_a,
-      "job"_a, "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "fabric"_a.none(), "rma_min_bytes"_a,
-      "security"_a = "none",
+      "job"_a, "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "fabric"_a.none(),
+      "rma_min_bytes"_a, "security"_a = "none",
       "Create a group. Connections that it does not begin with are made once they are used.\n\n"
       "nodes[r]: the host of rank r, by a number.\n"
       "lanes: 0 for collectives, 1 for transfers, from 2 on one for each switch, for use while it is lost.\n"
@@ -398,7 +398,8 @@ void bind_group(nb::module_& e) {
       "authenticate or encrypt as `security` says, or None.\n"
       "resumable: whether broken connections to other hosts may be reconnected.\n"
       "fabric: the StreamMux whose streams carry the bytes instead, or None.\n"
-      "rma_min_bytes: the smallest chunk that is written to the peer's memory over the fabric, the same on all ranks; 0: "
+      "rma_min_bytes: the smallest chunk that is written to the peer's memory over the fabric, the same on all ranks; "
+      "0: "
       "none is.");
   e.def("remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); }, Release());
 }

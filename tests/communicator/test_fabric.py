@@ -8,9 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-import select
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -25,7 +23,6 @@ from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import fabric
-from netfold.bootstrap import rendezvous
 from netfold.bootstrap.fabric import port_of
 
 LIBFABRIC = need_libfabric()

@@ -11,9 +11,7 @@ namespace netfold::transport::fabric {
 FabricPipe::FabricPipe(std::shared_ptr<FabricLane> lane, int peer, std::unique_ptr<Pipe> connection)
     : lane_(std::move(lane)), peer_(peer), connection_(std::move(connection)) {}
 
-FabricPipe::~FabricPipe() {
-  send_final_counts(stream_ == nullptr ? StreamMux::FinalCounts{} : mux().close(stream_));
-}
+FabricPipe::~FabricPipe() { send_final_counts(stream_ == nullptr ? StreamMux::FinalCounts{} : mux().close(stream_)); }
 
 // --- The connection --------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ namespace netfold::transport {
 
 TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets, bool resumable,
                  std::function<void(int rail, bool is_first)> on_broken)
-    : reported_(sockets.size(), kNone),
-      on_broken_(std::move(on_broken)) {
+    : reported_(sockets.size(), kNone), on_broken_(std::move(on_broken)) {
   rails_.reserve(sockets.size());
   for (std::size_t rail = 0; rail < sockets.size(); ++rail) {
     rails_.emplace_back(std::move(sockets[rail]), resumable, secrets.at(rail));

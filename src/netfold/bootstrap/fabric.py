@@ -1,4 +1,4 @@
-"""This process's ports on a fabric, for NETFOLD_TRANSPORT=fabric:PROVIDER, and what ranks agree on before they use them.
+"""This process's ports on a fabric, for NETFOLD_TRANSPORT=fabric:PROVIDER, and what ranks agree on before their use.
 
 A group opens no stream at its start. The native group makes a stream to a rank when an algorithm first needs that rank,
 over the authenticated connection to it (fabric_pipe.hpp). Only the probe of links opens one here, and closes it.

@@ -261,9 +261,9 @@ struct MuxCounters {
   std::uint64_t bytes_written = 0;
   std::uint64_t grants = 0;
   std::uint64_t grants_cancelled = 0;  // before anything was written
-  std::uint64_t streams = 0;        // that are open now
-  std::uint64_t receive_bytes = 0;  // of the posted buffers, those of streams that ended included
-  std::uint64_t addresses = 0;      // of peers, for each rail
+  std::uint64_t streams = 0;           // that are open now
+  std::uint64_t receive_bytes = 0;     // of the posted buffers, those of streams that ended included
+  std::uint64_t addresses = 0;         // of peers, for each rail
   RegistrationCache::Counters registrations;
 };
 
