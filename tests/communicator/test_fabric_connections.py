@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +34,18 @@ def counted(provider: str = "tcp") -> tuple[int, int]:
     return counters["streams"], counters["addresses"]
 
 
+def await_all(name: str, rank: int, size: int, folder: str) -> None:
+    """A barrier without a message of netfold."""
+    Path(folder, f"{name}.{rank}").touch()
+    assert settles(lambda: len(list(Path(folder).glob(f"{name}.*"))) == size)
+
+
 def counts_streams(rank: int, size: int, folder: str, probe: str) -> list[tuple[int, int, int]]:
-    found = []
+    found: list[tuple[int, int, int]] = []
 
     def count() -> None:
         found.append((*counted(), port_of("tcp", LOOPBACK).counters["receive_bytes"]))
+        await_all(f"counted {len(found)}", rank, size, folder)
 
     with join(rank, size, folder, "tcp", algorithm=RING, probe=probe) as group:
         count()
@@ -46,7 +54,7 @@ def counts_streams(rank: int, size: int, folder: str, probe: str) -> list[tuple[
         np.testing.assert_array_equal(mine, np.full(1000, size * (size - 1) // 2))
         count()
         into = np.zeros(size, np.int64)
-        group.all_to_all(into, np.arange(size) + 10 * rank)
+        group.all_to_all(np.arange(size) + 10 * rank, into)
         np.testing.assert_array_equal(into, 10 * np.arange(size) + rank)
         count()
     return found
@@ -66,14 +74,13 @@ def test_the_probe_leaves_no_stream() -> None:
 
 def sums_once(rank: int, size: int, folder: str) -> int:
     with join(rank, size, folder, "tcp", algorithm="ring") as group:
-        before = counted()[0]
         for count in (1, 10_007):
             mine = np.arange(count) * (rank + 1)
             group.all_reduce(mine)
             np.testing.assert_array_equal(mine, np.arange(count) * (size * (size + 1) // 2))
         after = counted()[0]
         group.barrier()
-    return after if before == 0 else -1
+    return after
 
 
 def test_a_group_of_48_ranks_in_one_process_starts_and_needs_streams_to_neighbours_only() -> None:
@@ -130,9 +137,8 @@ def test_the_death_of_a_rank_about_its_first_stream_is_the_verdict_of_every_rank
 
 
 def receives_from_any(rank: int, size: int, folder: str) -> list[int]:
-    found = []
-    with join(rank, size, folder, f"strict:seed={rank}+tcp", algorithm="ring") as group:
-        provider = f"strict:seed={rank}+tcp"
+    found, provider = [], "strict:seed=5+tcp"
+    with join(rank, size, folder, provider, algorithm="ring") as group:
         if rank == 0:
             # Of any size: in segments, and in granted memory.
             for count, turn in ((3, 3), (100_003, 2), (7, 1)):
@@ -221,12 +227,11 @@ def test_a_failure_before_the_first_stream_reaches_every_rank_with_its_reason() 
     first, *others = values(run_threads(fails_before_its_streams, 3))
     assert first.startswith("CollectiveTimeout: "), first
     for said in others:
-        assert "within 0.3 s" in said, others
+        assert "(its timeout is 0.3 s)" in said, others
 
 
 def sub_groups(rank: int, size: int, folder: str) -> list[int]:
     with join(rank, size, folder, "tcp", algorithm="ring") as group:
-        before = counted()[0]
         half = group.split(rank % 2)
         assert half is not None
         with half:
@@ -239,12 +244,12 @@ def sub_groups(rank: int, size: int, folder: str) -> list[int]:
         mine = np.array([rank])
         group.all_reduce(mine)
         assert mine[0] == (2 if rank in (0, 2) else 4)
-        return [before, of_half, counted()[0]]
+        settles(lambda: counted()[0] == 1)  # the former group ends meanwhile
+        return [of_half, counted()[0]]
 
 
 def test_sub_groups_and_next_generations_make_streams_of_their_own() -> None:
-    for before, of_half, of_next in values(run_ranks(sub_groups, 4)):
-        assert before == 0
+    for of_half, of_next in values(run_ranks(sub_groups, 4)):
         assert of_half >= 1
         assert of_next == 1
 
@@ -267,7 +272,13 @@ def test_streams_beyond_the_bound_are_refused_with_the_bound() -> None:
 def refuses(rank: int, size: int, folder: str) -> str:
     group: Communicator = join(rank, size, folder, "tcp", algorithm="ring")
     port = port_of("tcp", LOOPBACK)
-    full = [port.open(fabric.make_doorbell()) for _ in range(port.counters["max_streams"])] if rank == 1 else []
+    full: list[Any] = []
+    while rank == 1 and len(full) < port.counters["max_streams"]:
+        full.append(port.open(fabric.make_doorbell()))
+    is_full = Path(folder, "full")
+    if rank == 1:
+        is_full.touch()
+    assert settles(is_full.exists)
     began = time.monotonic()
     try:
         group.all_reduce(np.ones(10))

@@ -18,6 +18,11 @@ void Doorbell::ring() {
   signal(event);
 }
 
+void Doorbell::note_awake() {
+  asleep = false;
+  if (std::exchange(is_rung, false)) clear(event);
+}
+
 MuxState::MuxState(std::vector<std::unique_ptr<Endpoint>> endpoints)
     : rails(std::move(endpoints)), limits(limits_of(rails)), segment_bytes(kMaxSegmentBytes) {
   for (const Endpoint::Limits& rail : limits) {

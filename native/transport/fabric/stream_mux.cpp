@@ -294,14 +294,14 @@ void StreamMux::close_endpoint(const std::string& why) {
 
 std::size_t StreamMux::send(Stream* stream, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
-  stream->doorbell->asleep = false;
+  stream->doorbell->note_awake();
   if (!stream->may_send()) progress_if_due();
   return sender_.send(*stream, pieces);
 }
 
 std::size_t StreamMux::receive(Stream* stream, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
-  stream->doorbell->asleep = false;
+  stream->doorbell->note_awake();
   grants_.send_grants(*stream);
   if (stream->next_segment() == nullptr) progress();
   return receiver_.receive(*stream, pieces);
@@ -316,7 +316,7 @@ bool StreamMux::is_posted(Stream* stream, std::uint64_t name) {
 
 std::size_t StreamMux::put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name) {
   std::lock_guard lock(mutex_);
-  stream->doorbell->asleep = false;
+  stream->doorbell->note_awake();
   if (!stream->may_send() || !stream->offers.contains(name)) progress_if_due();
   return grants_.put(*stream, pieces, name);
 }
@@ -442,6 +442,8 @@ void StreamMux::wait_for_readable(Doorbell& doorbell, const ReadableStreams& rea
 }
 
 void StreamMux::sleep_on(Doorbell& doorbell, std::vector<pollfd>& fds, bool must_poll, bool must_probe) {
+  // The ring may be for a stream at which the driver looked before in this same round, so do not sleep now.
+  if (doorbell.is_rung) add_once(always_readable(), fds);
   if (std::exchange(doorbell.is_rung, false)) clear(doorbell.event);
   doorbell.asleep = true;
   add_once(doorbell.event.get(), fds);

@@ -28,6 +28,8 @@ struct Stream;
 // drops to 0 under the mux's lock.
 struct Doorbell : std::enable_shared_from_this<Doorbell> {
   void ring();
+  // The driver is awake, and will look at each stream again before it sleeps.
+  void note_awake();
   Fd event = make_event();
   // Under the mux's lock:
   bool asleep = false;
