@@ -158,7 +158,7 @@ def receives_from_any(rank: int, size: int, folder: str) -> list[int]:
                 group.receive(np.zeros(1, np.int64), 0)
             count = {1: 7, 2: 100_003, 3: 3}[rank]
             group.send(np.arange(count) * rank, 0)
-        group.barrier()
+        await_all("done", rank, size, folder)
     return found
 
 

@@ -165,7 +165,7 @@ struct Stream {
   std::vector<bool> rail_failed;      // by rail
   std::size_t last_rail = 0;
   std::uint64_t send_tag = 0;
-  std::uint32_t send_window = 0;
+  std::uint32_t send_window = 0;    // the smaller of both ends' windows, so the same at both
   std::uint32_t sent = 0;           // segments ever numbered
   std::uint32_t confirmed = 0;      // of these, read by the peer
   std::uint32_t arrived = 0;        // all segments before this number are at the peer, as far as it has reported
@@ -242,7 +242,8 @@ struct Stream {
     if (owes_cancel) return MessageType::cancel;
     if (owes_cancelled) return MessageType::cancelled;
     if (owes_hello) return MessageType::probe;
-    if (owes_probe_reply || read - reported_read >= std::max(1u, window() / 2)) return MessageType::credit;
+    // Half of what the peer may send unread: its buffers may be fewer than this end's.
+    if (owes_probe_reply || read - reported_read >= std::max(1u, send_window / 2)) return MessageType::credit;
     return std::nullopt;
   }
 
