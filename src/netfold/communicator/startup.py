@@ -146,6 +146,8 @@ def connect_group(
         now = time.monotonic()
         joined_by = now + meeting.switch_share * (deadline - now)
         memberships = _join_switches(accesses, agreement.job, mesh.tree, joined_by, undo)
+        if mesh.inherited is None:  # else the tree has no connections of its own
+            mesh.tree.end()
     setup = (agreement, registered_group, mesh, regrouping, over, memory, choice, tuple(workers), accesses, memberships)
     return Connections(rank, size, options, *setup)
 
