@@ -64,6 +64,8 @@ class Model:
     cuts_sequences: bool = False
     """Whether `parallel.context` may cut sequences [n, s, ...]: all layers act on single tokens, or are a
     `netfold.train.parallel.context.ContextModule`, and the loss has one item for each token."""
+    needs_sequences: str = "the model's layers need whole sequences (Model.cuts_sequences)"
+    """The reason without `cuts_sequences`, for an error."""
     blocks: tuple[str, ...] = ()
     """Class names of the modules that ZeRO gathers, `training.recompute` repeats, and `training.compile` compiles, each
     by itself. A `Chain` needs none: its layers are such blocks. Any other module without names is one block."""

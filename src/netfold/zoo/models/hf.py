@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from netfold.extras import need
 from netfold.train.models.model import Model, Style, TensorPlan, real_items
 from netfold.train.parallel.tensor import in_units
+from netfold.zoo.models.hf_attention import share_sequences
 from netfold.zoo.models.linear import class_loss
 
 Task = Literal["causal-lm", "masked-lm", "sequence-classification", "image-classification"]
@@ -82,11 +83,20 @@ def hf(
     if unknown:
         raise ValueError(f"model.config has {unknown[0]!r}, which the configuration of {path} lacks")
     blocks, plan = tuple(module._no_split_modules or ()), tensor_plan(module, asked)
+    uncut = f"the model's task is {task!r}, not 'causal-lm'"
+    if task == "causal-lm":
+        uncut = share_sequences(module, module.config)
+    shared = None if uncut else module.shared_sequences
     if lora is not None:
         module, plan = _with_adapters(module, lora, task), None
     module.train()
+    if shared is not None:
+        module.register_forward_pre_hook(shared.place, with_kwargs=True)
     module.register_forward_hook(lambda *given: given[-1].logits)
-    return Model(module, class_loss, real_items, plan, kept, blocks=blocks)
+    return Model(
+        module, class_loss, real_items, plan, kept,
+        cuts_sequences=not uncut, needs_sequences=uncut, blocks=blocks,
+    )  # fmt: skip
 
 
 def _own_weights(path: str, module: nn.Module) -> Path | None:
