@@ -8,7 +8,6 @@ are those of its "sdpa", of whole sequences: a rank gets the tokens of the other
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +46,13 @@ class SharedSequences(ContextModule):
         first = self.first_position(tokens.shape[1])
         places = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
         return args, {**given, "attention_mask": mask, "position_ids": places}
+
+
+class _Heads:
+    """The attributes that transformers' attention reads of a layer, of the heads that a rank has got."""
+
+    def __init__(self, is_causal: Any, groups: int) -> None:
+        self.is_causal, self.num_key_value_groups = is_causal, groups
 
 
 def share_sequences(module: Any, config: Any) -> str:
@@ -97,8 +103,8 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        each = SimpleNamespace(is_causal=module.is_causal, num_key_value_groups=query.shape[1] // key.shape[1])
-        mixed: Tensor = sdpa_attention_forward(each, query, key, value, attention_mask, **options)[0]
+        heads = _Heads(module.is_causal, query.shape[1] // key.shape[1])
+        mixed: Tensor = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)[0]
         return mixed.transpose(1, 2)
 
     shared: SharedSequences = module.shared_sequences  # type: ignore[assignment]
