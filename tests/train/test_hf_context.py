@@ -14,12 +14,14 @@ pytest.importorskip("transformers", reason="no transformers here (pip install 'n
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, values
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from netfold.dry_run.layers import measure
 from netfold.train import Batch, Data, Recipe, Trainer
 from netfold.train.data.examples import InMemory, Metric
 from netfold.train.models import make_model
-from netfold.train.models.model import IGNORED, Model
+from netfold.train.models.model import IGNORED, Model, blocks_of
 from netfold.train.parallel import parallelise
 from netfold.train.parallel.context import check_context, own_tokens
 from netfold.train.parallel.mesh import Axis, Mesh
@@ -63,7 +65,7 @@ TENSOR = "tensor 2"
 # By the number of ranks: the results of each rank.
 Found = dict[int, list[dict[Any, Any]]]
 # f32 has 2^-24 = 6e-8 of each of some hundreds of terms in sequence; relative to the largest number of a gradient.
-CLOSE = 2e-5
+CLOSE = 5e-6
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,27 @@ def test_one_rank_computes_what_transformers_does(folder: Path, kind: str) -> No
     for given in (batch(False).named, batch(True).named):
         with torch.no_grad():
             assert torch.equal(made(**given), plain.train()(**given).logits)
+
+
+def test_its_blocks_compile_as_one_graph(folder: Path) -> None:
+    made = model(folder, "llama")
+    expected = made.module(**batch(True).named)
+    for block in blocks_of(made).values():
+        block.compile(backend="eager", fullgraph=True)
+    assert torch.equal(made.module(**batch(True).named), expected)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_a_plan_counts_what_ranks_exchange(folder: Path, padded: bool) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        made = model(folder, "llama")
+    (layer,), why = measure(made, fake, batch(padded), samples=SAMPLES, context=2)
+    assert not why
+    # [samples, tokens, heads, width]: of 4 heads of queries, 2 of keys and 2 of values; then of the results.
+    results = SAMPLES * (TOKENS // 2) * 4 * 8 * 4
+    sent = {of: [each.size_bytes for each in layer.attended if each.of == of] for of in {e.of for e in layer.attended}}
+    there = {"queries, keys and values": [2 * results] * 2, "results of attention": [results] * 2}
+    assert sent == there | {f"gradients of {of}": sizes for of, sizes in there.items()}
 
 
 @pytest.mark.parametrize(
