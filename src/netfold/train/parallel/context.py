@@ -74,7 +74,7 @@ class ContextModule(nn.Module):
         sizes = [each[0].numel() for each in parts]
         q, k, v = (
             torch.cat(each.view_as(part).unbind(), -2)
-            for each, part in zip(received.split(sizes, 1), parts, strict=True)
+            for each, part in zip(received.split_with_sizes(sizes, 1), parts, strict=True)
         )
         mixed = kernel(q, k, v)
         back = torch.stack(mixed.chunk(ranks, -2))

@@ -40,7 +40,7 @@ class Mesh:
         """
         # For equal meshes DTensor reuses results that name the groups of the first mesh. In a new world of this process
         # those names are unknown, or are of other groups.
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)
