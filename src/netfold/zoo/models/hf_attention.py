@@ -83,7 +83,7 @@ def _reason(config: Any) -> str:
     if attention != "sdpa":
         return f"the model's attention is {attention!r}, and ranks can exchange heads of 'sdpa' only"
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, Mapping)}
+    kinds = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, Mapping)}
     if found := sorted(kinds.intersection(_ROPE_OF_LENGTH)):
         return f"the model's rotary embedding is {found[0]!r}, which depends on the length of whole sequences"
     return ""
@@ -104,7 +104,7 @@ def _attention(
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads = _Heads(module.is_causal, query.shape[1] // key.shape[1])
-        mixed: Tensor = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)[0]
+        mixed: Tensor = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)[0]  # type: ignore[arg-type]
         return mixed.transpose(1, 2)
 
     shared: SharedSequences = module.shared_sequences  # type: ignore[assignment]
