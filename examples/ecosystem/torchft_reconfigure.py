@@ -8,6 +8,7 @@ The line that changes: `init_process_group("netfold", enable_reconfigure=True)`.
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 
@@ -67,7 +68,9 @@ def train(replica, attempt, port, lighthouse):
             whole += 1
         time.sleep(0.1)  # for a model whose step takes longer: the last line lists each step
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).norm()
-    print(f"replica {replica}: sizes {sizes}, norm of the weights {weights:.9g}", flush=True)
+    # One write: Python may write the end of a printed line apart, and another replica's line comes between.
+    sys.stdout.write(f"replica {replica}: sizes {sizes}, norm of the weights {weights:.9g}\n")
+    sys.stdout.flush()
     store.set(f"done/{replica}", "")
     store.wait([f"done/{each}" for each in range(REPLICAS)], TIMEOUT)
     manager.shutdown()

@@ -128,7 +128,9 @@ class TestTorchft:
             pytest.skip(f"torch {torch.__version__} has no reconfigure: 2.15 has")
         pytest.importorskip("torchft.reconfigure_test", reason="only torchft's nightly takes a group of torch's")
         (tmp_path / "sitecustomize.py").write_text(LATE.format(count=str(tmp_path / "started")))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        # Unbuffered: the replicas' last lines, printed at the same moment, stay lines.
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240, env=env)
         assert ended.returncode == 0, ended.stderr[-3000:]
         found = re.findall(r"replica (\d): sizes \[(.*)\], norm of the weights (\S+)", ended.stdout)
