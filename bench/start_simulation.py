@@ -24,7 +24,7 @@ from netfold import Options
 from netfold.bootstrap import rendezvous
 from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.store import MAX_KEYS, PrefixStore
-from netfold.bootstrap.tree import Place, Receive, Send, broadcast_steps, gather_steps
+from netfold.bootstrap.tree import Place, Receive, Send, broadcast_steps, end_steps, gather_steps
 from netfold.sim.clock import Clock
 from netfold.switch_protocol import control_messages
 
@@ -328,6 +328,7 @@ class StartUp:
                 yield Work(self._switch(rank))
             yield from gather_steps(rank, "", place.own_host, place.parent, elsewhere=place.other_hosts)
             yield Reached("switch")
+        yield from end_steps(place)
         yield Work(self._work.get("native", 0.0))
         yield Reached("native group")
 

@@ -78,7 +78,7 @@ using PythonEvent = std::tuple<const char*, std::uint64_t, std::vector<int>, int
 std::optional<PythonEvent> next_async_event(std::int64_t timeout_ns) {
   const auto event = Engine::instance().async_events.pop(timeout_ns);
   if (!event) return std::nullopt;
-  static constexpr const char* kKinds[] = {"unused", "broken", "overdue"};
+  static constexpr const char* kKinds[] = {"unused", "broken", "overdue", "unconnected"};
   return PythonEvent(kKinds[static_cast<std::size_t>(event->kind)], event->group, event->ranks, event->lane,
                      event->rail, event->sequence, static_cast<double>(event->waited_ns) / 1e9);
 }
@@ -148,7 +148,8 @@ void bind_engine(nb::module_& m) {
       Release());
   e.def("interrupt_completions", [] { Engine::instance().completions.interrupt(); });
   e.def("next_async_event", &next_async_event, "timeout_ns"_a, Release(),
-        "(unused, broken or overdue; group id; ranks; lane; rail; sequence; seconds waited), see AsyncEvent.");
+        "(unused, broken, overdue or unconnected; group id; ranks; lane; rail; sequence; seconds waited), see "
+        "AsyncEvent.");
   e.def("interrupt_async_events", [] { Engine::instance().async_events.interrupt(); });
 
   nb::class_<ComputeSampler>(e, "ComputeSampler", "Samples how much one thread computes; at most one in a process.")

@@ -72,6 +72,14 @@ void PointToPoint::connection_changed(int peer) {
   if (readable_peers_ != nullptr) readable_peers_->watch(peer);
 }
 
+void PointToPoint::connection_closed(int peer) {
+  if (readable_peers_ != nullptr) readable_peers_->closed(peer);
+}
+
+std::vector<int> PointToPoint::to_ask(std::int64_t now_ns) {
+  return matcher_.has_any_source() ? readable_peers_->to_ask(now_ns) : std::vector<int>();
+}
+
 bool PointToPoint::next_frame(int to) {
   Peer& peer = at(to);
   if (peer.writing) return true;

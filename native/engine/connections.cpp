@@ -74,7 +74,11 @@ std::optional<Group::Broken> Group::disconnect(int lane, int peer, int rail, int
       if (!socket->is_disconnecting()) return;
       if (socket->drain() || now_ns() >= until_ns) {
         socket->end_disconnect();
-        if (socket->has_unread()) connection_changed(lane, peer);
+        if (socket->has_unread()) {
+          connection_changed(lane, peer);
+        } else if (lane == 1) {
+          transfers_.lane().connection_closed(peer);
+        }
         return;
       }
       readable = socket->duplicate_socket();

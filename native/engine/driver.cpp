@@ -57,6 +57,7 @@ bool Group::progress_once(std::int64_t now) {
   Failure failure;
   moved |= poll_active(now, failure);
   if (!failure) moved |= transfers_.poll(now, failure, [this](Operation& done) { complete(done, {}); });
+  if (!failure) ask_unconnected(now);
   if (!failure) {
     const auto expired = std::find_if(queue_.begin(), queue_.end(), [&](const auto& operation) {
       return operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_;
@@ -210,6 +211,13 @@ void Group::check_overdue(Operation& operation, std::int64_t now) {
                              .ranks = operation.algorithm_->awaited(),
                              .sequence = operation.call_.sequence,
                              .waited_ns = waited_ns});
+}
+
+void Group::ask_unconnected(std::int64_t now) {
+  auto ranks = transfers_.lane().to_ask(now);
+  if (ranks.empty()) return;
+  engine_.async_events.push(
+      {.kind = AsyncEvent::Kind::unconnected, .group = options_.id, .ranks = std::move(ranks), .lane = 1});
 }
 
 std::int64_t Group::spin_ns() const {

@@ -16,10 +16,20 @@ ReadablePeers::ReadablePeers(Mesh& mesh, ShmNode* node)
   for (int position = 0; node_ != nullptr && position < node_->size(); ++position) {
     in_memory_[static_cast<std::size_t>(node_->rank(position))] = true;
   }
-  for (const int peer : mesh_.made()) watch(peer);
+  for (const int peer : mesh_.made()) is_closed(peer) ? closed(peer) : watch(peer);
+}
+
+// A rank with some rails closed counts: a look at it would make them again.
+bool ReadablePeers::is_closed(int peer) {
+  int rail = 0;
+  for (auto* socket = mesh_.rail(peer, rail); socket != nullptr; socket = mesh_.rail(peer, ++rail)) {
+    if (socket->is_broken() && !socket->is_unused() && !socket->has_unread()) return true;
+  }
+  return false;
 }
 
 void ReadablePeers::watch(int peer) {
+  std::erase(closed_, peer);
   marked_.push_back(peer);
   int rail = 0;
   for (auto* socket = mesh_.rail(peer, rail); socket != nullptr; socket = mesh_.rail(peer, ++rail)) {
@@ -30,6 +40,19 @@ void ReadablePeers::watch(int peer) {
     }
     is_watching_ = true;
   }
+}
+
+void ReadablePeers::closed(int peer) {
+  if (std::ranges::find(closed_, peer) == closed_.end()) closed_.push_back(peer);
+}
+
+std::vector<int> ReadablePeers::to_ask(std::int64_t now_ns) {
+  if (closed_.empty() || began_ns_ == 0 || now_ns < std::max(next_ask_ns_, began_ns_ + kAskNs)) return {};
+  next_ask_ns_ = now_ns + kAskNs;
+  const auto end = closed_.begin() + static_cast<std::ptrdiff_t>(std::min(closed_.size(), kAskedAtOnce));
+  std::vector<int> asked(closed_.begin(), end);
+  std::rotate(closed_.begin(), end, closed_.end());
+  return asked;
 }
 
 void ReadablePeers::take(std::vector<int>& peers) {
@@ -53,7 +76,11 @@ void ReadablePeers::take(std::vector<int>& peers) {
 }
 
 std::int64_t ReadablePeers::wait_for(std::vector<pollfd>& fds, std::int64_t now_ns) {
-  const std::int64_t next_ns = connect_some(now_ns);
+  std::int64_t next_ns = connect_some(now_ns);
+  if (!closed_.empty()) {
+    const std::int64_t ask_ns = std::max(next_ask_ns_, began_ns_ + kAskNs);
+    next_ns = next_ns < 0 ? ask_ns : std::min(next_ns, ask_ns);
+  }
   fds.push_back({epoll_.get(), POLLIN, 0});
   mesh_.wait_for_readable(fds);
   if (node_ != nullptr) node_->await_bytes();

@@ -14,9 +14,11 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgpack
 import pytest
@@ -27,6 +29,8 @@ from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import handshake, listener, rendezvous, tree
 from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.listener import RegisteredGroup, acquire_listener, release_listener
+from netfold.communicator import startup
+from netfold.errors import NetfoldError
 from netfold.switch_protocol.control_messages import parse_endpoint
 
 pytestmark = pytest.mark.native
@@ -153,6 +157,100 @@ def test_a_value_for_several_children_is_encoded_once(monkeypatch: pytest.Monkey
     for pair in pairs.values():
         for each in pair:
             each.close()
+
+
+def _family(children: int) -> tuple[tree.StartTree, list[tree.StartTree], list[tuple[socket.socket, socket.socket]]]:
+    """Rank 0 and its children on one host; and the two ends of each connection."""
+    hosts = [list(range(children + 1))]
+    pairs = [socket.socketpair() for _ in range(children)]
+    until = time.monotonic() + 10
+    root = tree.StartTree(
+        0, tree.place_of(0, hosts), tree.SocketLinks({n + 1: ours for n, (ours, _) in enumerate(pairs)}), until
+    )
+    ends = [
+        tree.StartTree(n + 1, tree.place_of(n + 1, hosts), tree.SocketLinks({0: theirs}), until)
+        for n, (_, theirs) in enumerate(pairs)
+    ]
+    return root, ends, pairs
+
+
+def test_bytes_that_follow_the_last_frame_stay_in_the_connection() -> None:
+    root, (first, second), pairs = _family(2)
+    with ThreadPoolExecutor() as pool:
+        ends = [pool.submit(each.end) for each in (root, first)]
+        assert not wait(ends, 0.1).done  # nobody ends before the second
+        ends.append(pool.submit(second.end))
+        for end in ends:
+            end.result(10)
+    for ours, theirs in pairs:
+        ours.sendall(b"down")
+        theirs.sendall(b"up")
+        assert (ours.recv(100), theirs.recv(100)) == (b"up", b"down")
+        ours.close()
+        theirs.close()
+
+
+def test_a_rank_that_fails_in_the_last_exchange_tells_its_parent_why() -> None:
+    root, (child, other), pairs = _family(2)
+    with ThreadPoolExecutor() as pool:
+        child_ends = pool.submit(child.end)
+        other.fail("its memory is full", 2)
+        with pytest.raises(rendezvous.RendezvousError, match=r"^its memory is full$") as caught:
+            root.end()
+        assert caught.value.rank == 2
+        root.fail(str(caught.value), 2)
+        with pytest.raises(rendezvous.RendezvousError, match=r"^its memory is full$"):
+            child_ends.result(10)
+    child.fail("not in the tree any more", 1)
+    pairs[0][1].close()
+    assert receive_all(pairs[0][0]).count(b"not in the tree") == 0
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+def test_a_child_that_dies_as_the_tree_ends_does_not_keep_its_parent() -> None:
+    root, (child,), ((ours, theirs),) = _family(1)
+    with mock.patch.object(child, "_receive"):
+        child.end()
+    theirs.close()
+    root.end()
+    ours.close()
+
+
+def receive_all(stream: socket.socket) -> bytes:
+    stream.settimeout(10)
+    return b"".join(iter(lambda: stream.recv(1000), b""))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_connection_that_comes_after_the_groups_end_is_closed(refused: bool) -> None:
+    group = RegisteredGroup(SECRET, 0, 3, LANES, 1)
+    if refused:
+        group.refuse_later([1], b"why")
+    group.close_connections()
+    for peer in (1, 2):
+        ours, theirs = socket.socketpair()
+        group.add_connection((peer, 0, 0), ours)
+        with theirs:
+            assert receive_all(theirs) == (b"why" if refused and peer == 1 else b"")
+
+
+def _fail_at_the_end(rank: int, size: int, folder: str) -> str:
+    def join_switches(*_: Any) -> Any:
+        raise NetfoldError(f"rank {rank}: its memory is full")
+
+    if rank == size - 1:
+        startup._join_switches = join_switches
+    with pytest.raises(NetfoldError) as caught:
+        Communicator(FileStore(folder), rank, size, options=Options(probe="off"), join_timeout_s=20)
+    return str(caught.value)
+
+
+@pytest.mark.native
+def test_no_rank_forms_a_group_where_one_fails_last_in_the_start() -> None:
+    # Rank 9 is a child of rank 1, and that one of rank 0.
+    assert set(values(run_ranks(_fail_at_the_end, 10))) == {"rank 9: its memory is full"}
 
 
 def test_ranks_of_a_host_exchange_values_among_themselves() -> None:

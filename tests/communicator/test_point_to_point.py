@@ -19,8 +19,9 @@ import pytest
 from load import seconds
 from ranks import run_ranks, run_threads, values
 
-from netfold import Communicator, FileStore
+from netfold import Communicator, FileStore, Options
 from netfold.communicator import CollectiveTimeout, GroupAborted, Mismatch, PeerLost
+from netfold.communicator.connection_manager import GroupMonitor
 from netfold.communicator.group import ANY_SOURCE, region
 
 native = pytest.mark.native
@@ -698,3 +699,67 @@ def keeps_one_receive_pending(rank: int, size: int, folder: str) -> int:
 @native
 def test_a_pending_receive_does_not_keep_the_buffers_of_later_works() -> None:
     assert values(run_threads(keeps_one_receive_pending, 2)) == [0, 0]
+
+
+# --- connections that were closed since descriptors are short --------------------------------------------------------
+
+
+def dies_without_a_connection(rank: int, size: int, folder: str, when: str) -> tuple[int | None, float]:
+    """Rank 0's connection to rank 2, which dies, is closed before its receive from any rank, or in it."""
+    files = FileStore(f"{folder}/files")
+    options = Options(probe="off", transport="tcp")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=seconds(40)) as group:
+        if rank != 0:
+            registered = group.group._monitor.registered_group
+            handle = registered.handler
+
+            def close_later(peer: int, request: Any) -> Any:
+                # A receive that sees the other end close first connects again. So that one closes last.
+                reply, then = handle(peer, request)
+                if request["type"] != "release":
+                    return reply, then
+                return reply, lambda stream: (time.sleep(0.15), then(stream))
+
+            registered.handler = close_later
+            group.send(np.full(10, rank, np.float32), 0, tag=1)
+            if rank == 2:
+                files.get("asked", 80)
+                os.kill(os.getpid(), signal.SIGKILL)
+            files.get("done", 80)
+            return None, 0.0
+        for source in range(1, size):  # makes the connections
+            group.receive(np.zeros(10, np.float32), source, tag=1)
+        monitor = group.group._monitor
+        asked = threading.Event()
+
+        def query(ranks: list[int], sequence: int = 0) -> Any:
+            try:
+                return GroupMonitor.query_status(monitor, ranks, sequence)
+            finally:
+                asked.set()
+
+        monitor.query_status = query
+        if when == "before it":
+            monitor.release(1, 2, 0)
+        receive = start_receive(group, np.zeros(10, np.float32))
+        for _ in range(10):
+            if when == "in it":
+                monitor.release(1, 2, 0)
+            # On a slow machine it closes first nevertheless: then the connection is closed once more.
+            if asked.wait(4):
+                break
+        assert asked.is_set(), "a receive that waits asks the ranks that it has no connection to"
+        assert monitor.native.broken(1, 2, 0) is not None, "a closed connection stays closed"
+        began = time.monotonic()
+        files.set("asked", b"")
+        with pytest.raises(PeerLost) as lost:
+            group.group.wait(receive)
+        files.set("done", b"")
+        return lost.value.rank, time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["before it", "in it"])
+def test_a_receive_from_any_rank_notices_the_death_of_a_rank_whose_idle_connection_was_closed(when: str) -> None:
+    at_fault, waited_s = values(run_ranks(dies_without_a_connection, 3, when, timeout_s=90, dies=[2])[:1])[0]
+    assert at_fault == 2
+    assert waited_s < seconds(5)

@@ -16,7 +16,7 @@ from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.bootstrap import endpoint, handle, regroup, tree
+from netfold.bootstrap import endpoint, handle, regroup, rendezvous, tree
 from netfold.communicator import GroupAborted, RendezvousError
 
 QUIET = Options(probe="off")
@@ -397,6 +397,41 @@ def test_neighbours_whose_connections_were_not_used_yet_get_the_reason_of_a_fail
     found = values(run_ranks(fails_as_the_last_neighbour_comes, 3))
     assert [text.count("rank 2 gave up") for text, _ in found] == [1, 1, 1], found
     assert [at_fault for _, at_fault in found] == [2, 2, 2]
+
+
+def gives_up_while_it_connects(rank: int, size: int, folder: str) -> tuple[str, int | None]:
+    began, gave_up = threading.Event(), threading.Event()
+    join, fail = rendezvous.join, tree.StartTree.fail
+
+    def give_up(*_: Any) -> None:
+        assert began.wait(seconds(20))
+        raise RendezvousError("rank 1 gave up", rank=1)
+
+    def join_late(*about: Any) -> None:
+        began.set()
+        assert gave_up.wait(seconds(20))
+        join(*about)
+
+    def fail_first(*about: Any) -> None:
+        fail(*about)
+        gave_up.set()
+
+    with outside() as group:
+        handles = exchange(folder, "handle", rank, size, group.handle)
+        if rank == 0:
+            regroup._CHILD_PAUSE_S = 60.0  # it does not ask
+        if rank == 1:
+            regroup._await_neighbours = give_up
+            rendezvous.join, tree.StartTree.fail = join_late, fail_first  # type: ignore[method-assign]
+        found = refusal(group, "late", handles)
+        exchange(folder, "done", rank, size)
+        return found
+
+
+def test_a_connection_that_comes_after_its_rank_gave_up_brings_the_reason() -> None:
+    found = values(run_ranks(gives_up_while_it_connects, 3))
+    assert [text.count("rank 1 gave up") for text, _ in found] == [1, 1, 1], found
+    assert [at_fault for _, at_fault in found] == [1, 1, 1]
 
 
 def absent_member(rank: int, size: int, folder: str, absent: int) -> tuple[str, int | None]:

@@ -158,3 +158,16 @@ def test_freed_arrays_are_kept_by_no_rank() -> None:
     # 60 times 16 MB from each of three ranks. Ranks 1 and 2 do not read each other's arrays.
     grown = values(run_ranks(gathers_new_arrays, 3))
     assert max(grown) < 1 << 30, grown
+
+
+def test_shared_memory_asks_for_huge_pages() -> None:
+    array = netfold.empty(1 << 20, np.float32)
+    address = array.__array_interface__["data"][0]
+    flags: dict[int, list[str]] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            begin = int(first.split("-")[0], 16)
+        elif first == "VmFlags:":
+            flags[begin] = rest
+    assert "hg" in flags[address]  # MADV_HUGEPAGE, madvise(2)

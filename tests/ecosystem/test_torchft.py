@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,15 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.ecosystem
 
+# The fourth process that the example starts is the new replica: it starts after the others would have made 30 steps.
+LATE = """
+import os, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    started = os.open({count!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(started, b".")
+    if os.fstat(started).st_size > 3:
+        time.sleep(10)
+"""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ecosystem" / "torchft_reconfigure.py"
 
 
@@ -109,18 +119,27 @@ class TestTorchft:
         store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         torch.multiprocessing.spawn(theirs._resize_worker, args=(store.port, "netfold"), nprocs=3)
 
-    def test_a_replica_is_killed_and_another_one_takes_its_place(self) -> None:
-        """torchft's Manager on a group that torch made. All replicas end with the same weights."""
+    def test_a_replica_is_killed_and_another_one_takes_its_place(self, tmp_path: Path) -> None:
+        """torchft's Manager on a group that torch made. All replicas end with the same weights.
+
+        The new replica is late by 10 s: the other two wait for it, and do not end without it.
+        """
         if not hasattr(torch.distributed.ProcessGroup, "reconfigure"):
             pytest.skip(f"torch {torch.__version__} has no reconfigure: 2.15 has")
         pytest.importorskip("torchft.reconfigure_test", reason="only torchft's nightly takes a group of torch's")
-        ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240)
+        (tmp_path / "sitecustomize.py").write_text(LATE.format(count=str(tmp_path / "started")))
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        # Unbuffered: the replicas' last lines, printed at the same moment, stay lines.
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240, env=env)
         assert ended.returncode == 0, ended.stderr[-3000:]
         found = re.findall(r"replica (\d): sizes \[(.*)\], norm of the weights (\S+)", ended.stdout)
         assert len({weights for *_, weights in found}) == 1, ended.stdout
         sizes = {replica: text.replace(", ", "") for replica, text, _ in found}
         # The first two may begin without the third. 2 is without the one that was killed.
-        assert all(re.fullmatch("2*3+2+3+", sizes[replica]) for replica in "01"), sizes
+        for replica in "01":
+            assert re.fullmatch("2*3+2+3+", sizes[replica]), ended.stdout
+        assert (tmp_path / "started").read_text() == "....", "the fourth process was not the last"
         assert re.fullmatch("3+", sizes["2"]), sizes
 
     def test_torchfts_suite_for_process_groups_passes(self) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from changed import change, execute
 
-from model_check.agreement import LOST_STEP, TWO, UNEVEN
+from model_check.agreement import LOST_STEP, MINORITY, TWO, UNEVEN
 from model_check.generation_process import PRODUCTION, GenerationsScope, Parts
 from model_check.generations import (
     FOREIGN,
@@ -55,6 +55,7 @@ class Mutant:
 
 
 DEATHS = "two-deaths"
+HALVES, PAIR = "halves", "pair"
 
 MUTANTS = {
     "a-leaver-stays": Mutant(AGREEMENT, "not in ended and not report.leaves", "not in ended", "leaves", STAYS),
@@ -80,6 +81,30 @@ MUTANTS = {
     ),
     "a-process-is-taken-back-into-its-own-generation": Mutant(
         SERVICE, "generation > after and ", "", "comes-back", WITHOUT
+    ),
+    "both-halves-decide": Mutant(
+        AGREEMENT,
+        "return 2 * len(ranks) > self.size or (2 * len(ranks) == self.size and 0 in ranks)",
+        "return 2 * len(ranks) >= self.size",
+        HALVES,
+        MINORITY,
+    ),
+    "one-member-decides": Mutant(
+        AGREEMENT,
+        "return 2 * len(ranks) > self.size or (2 * len(ranks) == self.size and 0 in ranks)",
+        "return bool(ranks)",
+        PAIR,
+        TWO,
+    ),
+    "a-member-accepts-two-leaders": Mutant(
+        AGREEMENT,
+        "isinstance(request, Decide) or request.ballot < self.promised",
+        "isinstance(request, Decide)",
+        PAIR,
+        TWO,
+    ),
+    "an-accepted-decision-is-not-kept": Mutant(
+        AGREEMENT, "self.proposal = inherited or decide_from(", "self.proposal = decide_from(", PAIR, TWO
     ),
     "listed-members-are-all": Mutant(JOINING, "newest.is_whole and ", "", "store-holds-a-part", TWO_JOBS),
     "the-store-is-read-once": Mutant(JOINING, " and read() == newest", "", "begins-again-or-not", TWO_JOBS),

@@ -37,6 +37,13 @@ RECIPES: dict[str, Table] = {
     "zero 3 in stages": changed(GPT, parallel={"zero": 3, "pipeline": 2, "microbatches": 4}),
     "there and back": changed(GPT, parallel={"pipeline": 2, "schedule": "zero-bubble-v", "microbatches": 4}),
     "context": changed(GPT, training={"accumulate": 2}, parallel={"context": 2}),
+    "context, recomputed": changed(GPT, training={"recompute": "all"}, parallel={"context": 2}),
+    "context in stages, recomputed": changed(
+        GPT, training={"recompute": "selective"}, parallel={"context": 2, "pipeline": 2}
+    ),
+    "tensor, recomputed": changed(GPT, training={"recompute": "all"}, parallel={"tensor": 2}),
+    "zero 3, recomputed": changed(GPT, training={"recompute": "all"}, parallel={"zero": 3}),
+    "experts, recomputed": changed(MOE, training={"recompute": "all"}, parallel={"experts": "sharded"}),
     "experts": changed(MOE, training={"accumulate": 2, "clip": 1.0}, parallel={"experts": "sharded"}),
     "experts, zero 3 in bf16": changed(MOE, training={"precision": "bf16"}, parallel={"experts": "sharded", "zero": 3}),
     "rows of tables, lars": changed(DLRM, optimizer={"name": "lars"}, parallel={"embeddings": "row_wise"}),

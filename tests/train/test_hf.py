@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from made import data
 from ranks import run_ranks, values
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from netfold.train import Recipe, Trainer
@@ -82,15 +83,16 @@ def test_a_run_begins_with_the_saved_weights(alone: None, folder: Path) -> None:
     import transformers
 
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    # The first is read by each rank for its part; the others by transformers, whole.
-    for options in ({}, {"lora": {"rank": 2}}, {"config": {"rms_norm_eps": 1e-6}}):
+    head = {"rank": 2, "targets": ["q_proj"], "trained": ["lm_head"]}
+    for options in ({}, {"lora": {"rank": 2}}, {"lora": head}, {"config": {"rms_norm_eps": 1e-6}}):
         asked = recipe(folder, training={"steps": 1}, model=options)
         trainer = Trainer(asked)
         numbers = Sampler(len(trainer.data.train), 0).indices(0, 8)
         batch = trainer.data.train.batch(numbers, numbers)
         expected = functional.cross_entropy(saved(**batch.named).logits.mT, batch.target)
         assert trainer.fit().losses[0] == pytest.approx(float(expected), rel=1e-5), options
-    assert trainer.model.blocks == ("LlamaDecoderLayer",) and trainer.model.weights == folder / "llama"
+    assert trainer.model.blocks == ("LlamaDecoderLayer",) and trainer.model.weights is not None
+    assert trainer.model.weights.folder == folder / "llama"
     other = model(folder / "llama", pretrained=False, config={"num_hidden_layers": 1})
     assert len(other.module.model.layers) == 1
 
@@ -188,8 +190,49 @@ def test_adapters_are_trained_and_nothing_else(alone: None, folder: Path) -> Non
     trainer = Trainer(recipe(folder, model={"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}))
     before = {name: each.detach().clone() for name, each in trainer.replica.named_parameters()}
     trainer.fit()
+    saved, weights = load_file(folder / "llama" / "model.safetensors"), trainer.model.weights
+    assert weights is not None
+    before |= {name: saved[source] for name, source in weights.names.items()}
     moved = {name for name, each in trainer.replica.named_parameters() if not torch.equal(each, before[name])}
     assert moved and all("lora_" in name for name in moved)
+
+
+def test_a_rank_reads_its_own_part_of_the_weights_beside_adapters(folder: Path) -> None:
+    pytest.importorskip("peft", reason="no peft here (pip install 'netfold[hf]')")
+    whole = (folder / "llama" / "model.safetensors").stat().st_size
+    for options in ({}, {"lora": {"rank": 2}}):
+        read = values(run_ranks(_bytes_read, 2, str(folder), options))
+        # Both have the final norm's rows, and none has another's.
+        assert all(0.4 * whole < each < 0.6 * whole for each in read), options
+        assert sum(read) <= whole, options
+
+
+def _bytes_read(rank: int, size: int, store: str, folder: str, options: dict[str, Any]) -> int:
+    """Bytes of the weights' files that a rank asks for; transformers reads none."""
+    import datasets
+    import transformers
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    read_data, asked = HuggingFaceStorageReader.read_data, []
+
+    def counted(self: Any, plan: Any, planner: Any) -> Any:
+        asked.extend(4 * each.lengths.numel() for each in plan.items)
+        return read_data(self, plan, planner)
+
+    def whole(*_: Any, **__: Any) -> Any:
+        raise AssertionError("transformers reads the whole model")
+
+    torch.set_num_threads(1)
+    datasets.config.HF_DATASETS_CACHE = f"{folder}/cache"
+    dist.init_process_group("netfold", init_method=f"file://{store}/store", rank=rank, world_size=size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFaceStorageReader, "read_data", counted)
+        patch.setattr(transformers.PreTrainedModel, "from_pretrained", whole)
+        try:
+            Trainer(recipe(Path(folder), parallel={"zero": 3}, training={"steps": 1}, model=options)).fit()
+        finally:
+            dist.destroy_process_group()
+    return sum(asked)
 
 
 def test_every_split_learns_the_same(folder: Path) -> None:

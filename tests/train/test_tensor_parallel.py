@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, values
+from training import TINY_GPT, changed
 
 STYLES = ("colwise", "rowwise", "alternating")
 LAYERS = 4
@@ -121,6 +122,31 @@ def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any])
 )
 def test_a_model_that_cannot_be_cut_is_an_error_in_one_sentence(found: dict[str, Any], asked: str, said: str) -> None:
     assert said in found[f"refused, {asked}"]
+
+
+def test_a_second_world_of_a_process_uses_its_own_groups() -> None:
+    for first, second in values(run_ranks(_worlds, 4, timeout_s=150)):
+        assert first == second
+
+
+def _worlds(rank: int, size: int, folder: str) -> list[Any]:
+    """Losses of two worlds with equal meshes, whose groups have different names."""
+    import torch
+    import torch.distributed as dist
+
+    from netfold.train import Recipe, Trainer
+
+    torch.set_num_threads(1)
+    found = []
+    for number in range(2):
+        dist.init_process_group("netfold", init_method=f"file://{folder}/store{number}", rank=rank, world_size=size)
+        try:
+            for _ in range(number):
+                dist.new_group()
+            found.append(Trainer(Recipe.model_validate(changed(TINY_GPT, parallel={"tensor": 2}))).fit().losses)
+        finally:
+            dist.destroy_process_group()
+    return found
 
 
 def _world(rank: int, size: int, folder: str) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class GenerationsScope:
     """The last generation; how it ends is not searched."""
     rounds: int = 1
     """The highest round of a ballot."""
+    cut: tuple[str, ...] = ()
+    """Two members each, whose hosts stop to reach each other at any moment. All reach the store."""
+    heals: bool = False
+    """The cut may end."""
     page: int = 9
     """The number of handles that a value of the store holds."""
 

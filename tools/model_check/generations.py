@@ -15,24 +15,30 @@ vote, and agree anew. In any order:
     form         The group of a generation forms at a member, once all members have entered it.
     receive      A member that lacks the state is sent it by a member that has it.
     die          `deaths` times, a process ends.
+    cut, heal    The members of each pair of `cut` do not reach each other: no message passes, and a group that has both
+                 neither forms nor passes a vote at them. With `heals`, they reach each other again.
+    end          A member's deadline passes where those that it reaches are no quorum; that of a process that waits
+                 passes where it reaches no member.
     look ...     A rank that comes for the first time reads the store, and asks the members there, by rank. It waits if
                  one answers. Where all have ended, `fresh` such ranks begin the job again together.
 
 Safety, beside agreement.py's for each generation: a member holds the state that the decision says, or is sent it; a
-generation forms only where a member has the state; newcomers that die at once leave the members a quorum; who leaves is
-in no later generation; the job begins again only where no living member has its state.
+generation forms only where a member has the state, and after a decision of a quorum; newcomers that die at once leave
+the members a quorum; who leaves is in no later generation; the job begins again only where no living member has its
+state.
 Possibility. From every state some events without a further fault lead to one formed generation of all living members,
-each with the state, unless they are no quorum or none has it.
+each with the state, unless they are no quorum or none has it. While a cut lasts, to one of members that reach each
+other: each other process has ended, or waits and does not reach all of them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_check.agreement import FALSE_STEP, LOST_STEP, STUCK, TWO, UNEVEN
+from model_check.agreement import FALSE_STEP, LOST_STEP, MINORITY, STUCK, TWO, UNEVEN
 from model_check.breadth_first import BrokenError, EndingSearch, Report
 from model_check.generation_process import PRODUCTION, Event, GenerationsScope, Parts, Process, standing_of
 from netfold.elastic import agreement
@@ -46,10 +52,11 @@ STAYS = "a member that leaves is in the next generation"
 TWO_JOBS = "the job begins again, and a member lives that has its state"
 _FIRST, _NEWCOMERS, _FRESH = "abcd", "nm", "xy"
 
-# The numbers of the processes' states; then the votes, the store, and the remaining deaths and suspicions; the steps
-# that have passed.
+# The numbers of the processes' states; then the votes, the store, and the remaining deaths and suspicions; whether the
+# network is whole, cut, or healed; the steps that have passed.
 _State = tuple[Any, ...]
-_VOTES, _STORE, _DEATHS, _SUSPICIONS, _PASSED = range(-5, 0)
+_VOTES, _STORE, _DEATHS, _SUSPICIONS, _NETWORK, _PASSED = range(-6, 0)
+_WHOLE, _CUT, _HEALED = range(3)
 
 
 @dataclass
@@ -86,7 +93,7 @@ class _Search(EndingSearch[_State, Event]):
             if name in self.fresh:
                 process.status = "fresh"
             first.append(self._number(process))
-        super().__init__((*first, frozenset(), (1, handles), scope.deaths, scope.suspicions, 0))
+        super().__init__((*first, frozenset(), (1, handles), scope.deaths, scope.suspicions, _WHOLE, 0))
 
     def _newest(self, state: _State) -> Newest:
         generation, handles = state[_STORE]
@@ -102,21 +109,36 @@ class _Search(EndingSearch[_State, Event]):
     def _of(self, state: _State) -> dict[str, Process]:
         return {name: self.processes[number] for name, number in zip(self.names, state, strict=False)}
 
+    def _reaches(self, state: _State, name: str, peer: str) -> bool:
+        return state[_NETWORK] != _CUT or not any({name, peer} == set(pair) for pair in self.scope.cut)
+
+    def _apart(self, state: _State, name: str, peers: tuple[str, ...]) -> Sequence[str]:
+        """Those of the peers that a process does not reach."""
+        return () if state[_NETWORK] != _CUT else [peer for peer in peers if not self._reaches(state, name, peer)]
+
     # --- events ---
 
     def events(self, state: _State) -> Iterator[Event]:
         every = self._of(state)
         self._check(state, every)
+        is_cut = state[_NETWORK] == _CUT
+        if self.scope.cut and state[_NETWORK] == _WHOLE:
+            yield ("cut",)
+        if self.scope.heals and is_cut:
+            yield ("heal",)
         for name, process in every.items():
             if process.status == "gone":
                 continue
+            if is_cut and self._passes_deadline(state, every, name, process):
+                yield "end", name
             if state[_DEATHS] and name not in self.fresh:
                 yield "die", name
             if process.status == "member":
                 yield from self._events_of_member(state, every, name, process)
             elif process.status in ("waits", "looks"):
                 for peer, other in every.items():
-                    if other.status == "member" and name in other.standing.handles:
+                    is_member = other.status == "member" and name in other.standing.handles
+                    if is_member and self._reaches(state, name, peer):
                         yield "welcome", name, peer
             if process.status == "fresh" or (process.status == "waits" and name in self.fresh):
                 yield "look", name
@@ -125,6 +147,22 @@ class _Search(EndingSearch[_State, Event]):
         begins = [every[name] for name in self.fresh if every[name].status == "begins"]
         if begins and len(begins) == len(self.fresh) and len({each.after for each in begins}) == 1:
             yield ("begin",)
+
+    def _passes_deadline(self, state: _State, every: dict[str, Process], name: str, process: Process) -> bool:
+        """Whether the wait of a process is hopeless while the cut lasts."""
+        if process.status == "waits":
+            return not any(
+                other.status == "member" and self._reaches(state, name, peer) for peer, other in every.items()
+            )
+        at = process.standing
+        if process.status != "member" or not at.has_reported or process.agreement.decision is not None:
+            return False
+        left = [
+            rank
+            for rank, peer in enumerate(at.handles)
+            if every[peer].status in ("member", "waits") and self._reaches(state, name, peer)
+        ]
+        return not _is_majority(left, at.size)
 
     def _events_of_look(self, every: dict[str, Process], name: str, process: Process) -> Iterator[Event]:
         assert process.seen is not None
@@ -138,36 +176,39 @@ class _Search(EndingSearch[_State, Event]):
     ) -> Iterator[Event]:
         at, scope, agreed = process.standing, self.scope, process.agreement
         peers = [(rank, peer, every[peer]) for rank, peer in enumerate(at.handles) if peer != name]
+        apart = self._apart(state, name, at.handles)
         if at.rank == 0 and state[_STORE][0] < at.generation:
             yield "publish", name
         if agreed.decision is not None:
             yield "follow", name
             for rank, peer, other in peers:
                 is_there = other.status == "member" and other.standing.generation == at.generation
-                if is_there and other.agreement.decision is None and rank not in agreed.ended:
+                if is_there and peer not in apart and other.agreement.decision is None and rank not in agreed.ended:
                     yield "tell", name, peer
             return
         if not at.has_reported:
-            if not at.formed and all(other.standing.generation >= at.generation for _, _, other in peers):
+            if not at.formed and not apart and all(other.standing.generation >= at.generation for _, _, other in peers):
                 yield "form", name
             if at.formed and process.awaits_state:
                 source = every[at.handles[at.lacking()[at.rank]]]
                 of = source.standing
-                if source.status == "member" and of.generation == at.generation and of.formed and not of.lacks:
+                is_there = source.status == "member" and source.own not in apart
+                if is_there and of.generation == at.generation and of.formed and not of.lacks:
                     yield "receive", name, source.own
             elif at.formed and not at.voted and at.done < scope.steps:
                 yield "vote", name
-            if at.voted and all((each, at.generation, at.done) in state[_VOTES] for each in at.handles):
+            if at.voted and not apart and all((each, at.generation, at.done) in state[_VOTES] for each in at.handles):
                 yield "pass", name
         if at.generation >= scope.generations:
             return
         for rank, peer, other in peers:
             is_gone = other.status == "gone"
-            if rank not in agreed.suspects and (is_gone or state[_SUSPICIONS]) and (at.has_reported or rank < at.rank):
+            is_silent = is_gone or peer in apart or state[_SUSPICIONS]
+            if rank not in agreed.suspects and is_silent and (at.has_reported or rank < at.rank):
                 yield "suspect", name, peer, False
             if is_gone and scope.one_host and rank not in agreed.ended:
                 yield "suspect", name, peer, True
-            if not is_gone and rank in agreed.wanted():
+            if not is_gone and peer not in apart and rank in agreed.wanted():
                 yield "ask", name, peer
         leads = agreed.leader == at.rank and agreed.ballot == agreement.NO_BALLOT
         if not leads and not at.has_reported and self._has_reason(state, every, process):
@@ -186,6 +227,8 @@ class _Search(EndingSearch[_State, Event]):
         at, waits = process.standing, any(each.status == "waits" for each in every.values())
         if at.has_reported or at.leaves or waits or state[_SUSPICIONS]:
             return True
+        if self._apart(state, process.own, at.handles):
+            return True
         others = [every[peer] for peer in at.handles]
         return any(
             each.status != "member" or each.standing.generation != at.generation or each.standing.has_reported
@@ -198,6 +241,9 @@ class _Search(EndingSearch[_State, Event]):
     def after(self, state: _State, event: Event) -> _State | None:
         kind, *arguments = event
         new = list(state)
+        if kind in ("cut", "heal"):
+            new[_NETWORK] = _CUT if kind == "cut" else _HEALED
+            return tuple(new)
         if kind == "begin":
             self._begin(new)
             return tuple(new)
@@ -220,7 +266,7 @@ class _Search(EndingSearch[_State, Event]):
             new[_STORE] = at.generation, at.handles
         elif kind == "suspect":
             peer, certain = arguments
-            if self.processes[state[self.names.index(peer)]].status != "gone":
+            if self._is_wrong(state, event):
                 new[_SUSPICIONS] -= 1
             self._apply(new, name, ("suspect", at.handles.index(peer), certain))
         elif kind == "receive":
@@ -233,6 +279,8 @@ class _Search(EndingSearch[_State, Event]):
             self._apply(new, name, ("conclude", bool(ended)))
         elif kind == "die":
             new[_DEATHS] -= 1
+            self._apply(new, name, ("gone",))
+        elif kind == "end":
             self._apply(new, name, ("gone",))
         else:
             if kind == "follow":
@@ -306,7 +354,10 @@ class _Search(EndingSearch[_State, Event]):
                 raise BrokenError(TWO)
             of = members[0].standing
             if generation > 1 and generation - 1 in of.past:
-                decision, _ = of.past[generation - 1]
+                decision, size = of.past[generation - 1]
+                is_certain = self.scope.one_host or self.scope.leaves
+                if not is_certain and not _is_majority(decision.members, size):
+                    raise BrokenError(MINORITY)
                 if len(decision.lacking) == len(decision.members):
                     raise BrokenError(NO_STATE)
 
@@ -327,10 +378,11 @@ class _Search(EndingSearch[_State, Event]):
                 raise BrokenError(LOST_STEP)
 
     def is_fault(self, state: _State, event: Event) -> bool:
-        return event[0] == "die" or (event[0] == "suspect" and self._is_wrong(state, event))
+        return event[0] in ("die", "cut", "heal") or (event[0] == "suspect" and self._is_wrong(state, event))
 
     def _is_wrong(self, state: _State, event: Event) -> bool:
-        return self.processes[state[self.names.index(event[2])]].status != "gone"
+        _, name, peer, _ = event
+        return self.processes[state[self.names.index(peer)]].status != "gone" and self._reaches(state, name, peer)
 
     def has_ended(self, state: _State) -> bool:
         """Whether nothing more has to happen, or need not: the scope's bounds, or a job that cannot go on."""
@@ -348,19 +400,31 @@ class _Search(EndingSearch[_State, Event]):
             rank for rank, peer in enumerate(here[0].standing.handles) if every[peer].status in ("member", "waits")
         ]
         size = here[0].standing.size
-        if not scope.one_host and not (2 * len(ranks) > size or (2 * len(ranks) == size and 0 in ranks)):
+        if not scope.one_host and state[_NETWORK] != _CUT and not _is_majority(ranks, size):
             return True
+        if state[_NETWORK] == _CUT and not self._is_apart(state, every, here[0].standing.handles):
+            return False
         return len(here) == len(members) == size and all(
             each.standing.formed and not each.standing.has_reported and not each.standing.lacks
             and not each.standing.leaves
             for each in here
         )  # fmt: skip
 
+    def _is_apart(self, state: _State, every: dict[str, Process], handles: tuple[str, ...]) -> bool:
+        """Whether these members all reach each other, and no process that waits reaches all of them."""
+        waiting = [name for name, process in every.items() if process.status == "waits"]
+        reached = [all(self._reaches(state, name, peer) for peer in handles) for name in (*handles, *waiting)]
+        return all(reached[: len(handles)]) and not any(reached[len(handles) :])
+
     def search(self) -> GenerationsReport:
         report = GenerationsReport()
         self.run(report)
         report.process_states, report.decisions = len(self.processes), len(self.decisions)
         return report
+
+
+def _is_majority(ranks: Collection[int], size: int) -> bool:
+    return 2 * len(ranks) > size or (2 * len(ranks) == size and 0 in ranks)
 
 
 def search_generations(scope: GenerationsScope, parts: Parts = PRODUCTION) -> GenerationsReport:
@@ -376,6 +440,7 @@ def sentence(scope: GenerationsScope, report: GenerationsReport) -> str:
     }  # fmt: skip
     where = "one host" if scope.one_host else "several hosts"
     what = "".join(f", {count} {name}" for name, count in counts.items() if count)
+    what += f", {', '.join(scope.cut)} cut" + (", then whole again" if scope.heals else "") if scope.cut else ""
     marked = {"leaves": scope.leaves, "lacks the state": scope.lacks}
     what += "".join(f", {', '.join(names)} {verb}" for verb, names in marked.items() if names)
     return (

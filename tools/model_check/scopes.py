@@ -146,6 +146,10 @@ GENERATIONS_QUICK = {
     "generations-begins-again-or-not": GenerationsScope(
         members=1, deaths=1, newcomers=1, fresh=1, one_host=True, steps=0, generations=2
     ),
+    # The network is cut between halves, and is whole again or not; between two members that both reach the third.
+    "generations-halves": GenerationsScope(members=2, cut=("ab",), heals=True),
+    "generations-pair": GenerationsScope(cut=("ab",), steps=0),
+    "generations-pair-whole-again": GenerationsScope(cut=("ab",), heals=True, steps=0, generations=2),
     "generations-store-holds-a-part": GenerationsScope(
         members=2, deaths=1, fresh=1, one_host=True, page=1, steps=0, generations=2
     ),
@@ -153,6 +157,9 @@ GENERATIONS_QUICK = {
 
 # Searched by `make model-check`, after those above.
 GENERATIONS_LARGE = {
+    "generations-halves-of-four": GenerationsScope(members=4, cut=("ac", "ad", "bc", "bd"), steps=0),
+    "generations-pair-and-a-step": GenerationsScope(cut=("ab",)),
+    "generations-last-pair": GenerationsScope(cut=("ac",)),
     "generations-three-deaths": GenerationsScope(members=4, deaths=3, one_host=True, steps=0, generations=4),
     "generations-two-newcomers": GenerationsScope(members=2, deaths=2, newcomers=2, steps=0),
     "generations-comes-back-of-three": GenerationsScope(suspicions=1, deaths=1, steps=0),

@@ -56,6 +56,7 @@ ShmBuffer::ShmBuffer(std::size_t bytes) {
   fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   memory_ = Mapping::shared(fd.get(), bytes);
   if (!memory_) throw_errno("map shared memory");
+  memory_.advise_huge_pages();
   ShmRegistry::instance().add(data(), bytes, std::move(fd));
 }
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import os
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ from netfold.switch_protocol.control_messages import format_endpoint
 # How long an unauthenticated peer can keep a connection open. On a crowded host a rank takes seconds to reply.
 HANDSHAKE_TIMEOUT_S = 20.0
 _RETRY_S = 0.05
+_REFUSAL_S = 1.0
 _CANCEL_S = 0.05  # between two cancellations of a task, when the listener closes
 _MAX_CONNECTIONS = 4096  # more are closed at once
 # First connections that this process makes at once. More wait, and their time has not begun.
@@ -82,6 +84,8 @@ class RegisteredGroup:
     # First connections of ranks whose group runs already, until this one runs.
     early: dict[ConnectionKey, socket.socket] = field(default_factory=dict)
     duplicate: int | None = None  # a rank that connected twice as the same lane and rail
+    # Set once this rank has given up: what connections of these ranks are sent that come later.
+    refusal: tuple[frozenset[int], bytes] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -95,15 +99,31 @@ class RegisteredGroup:
 
     def add_connection(self, key: ConnectionKey, stream: socket.socket) -> None:
         with self.changed:
-            if key in self.accepted:
-                self.duplicate = key[0]
-                stream.close()
-            else:
+            refusal = self.refusal
+            if refusal is None and key not in self.accepted:
                 self.accepted[key] = stream
+            else:
+                if refusal is None:
+                    self.duplicate = key[0]
+                elif key[0] in refusal[0]:
+                    with contextlib.suppress(OSError):  # it has left
+                        stream.settimeout(_REFUSAL_S)
+                        stream.sendall(refusal[1])
+                stream.close()
             self.changed.notify_all()
 
+    def refuse_later(self, peers: Iterable[int] = (), message: bytes = b"") -> None:
+        """Close connections that come from now on: a thread may still make one, and the other rank would wait.
+
+        message: for these ranks, before that.
+        """
+        with self.changed:
+            if self.refusal is None:
+                self.refusal = frozenset(peers), message
+
     def close_connections(self) -> None:
-        """Close the connections that were not given to a native group."""
+        """Close the connections that were not given to a native group, and those that come later."""
+        self.refuse_later()
         with self.changed:
             for stream in (*self.accepted.values(), *self.early.values()):
                 stream.close()
@@ -258,7 +278,7 @@ class Listener:
             key = hello.initiator, hello.lane, hello.rail
             if hello.purpose == handshake.FIRST and receiver is None:
                 if registered_group.receiver is None:
-                    kept = key not in registered_group.early
+                    kept = key not in registered_group.early and registered_group.refusal is None
                     if kept:
                         registered_group.early[key] = stream
                     return

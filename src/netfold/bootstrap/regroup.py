@@ -24,7 +24,7 @@ from netfold.bootstrap.endpoint import Caller, Endpoint
 from netfold.bootstrap.handle import Handle
 from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
-from netfold.bootstrap.tree import SocketLinks, StartTree, place_of
+from netfold.bootstrap.tree import SocketLinks, StartTree, failure_frame, place_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import ProtocolError
@@ -88,6 +88,8 @@ def connect_members(
     except BaseException as error:
         # In this order: a neighbour that sees the connection end asks, and gets the reason.
         endpoint.end(proposal.uuid, error)
+        # A search may still be making its connection.
+        registered_group.refuse_later(tree.place.neighbours, failure_frame(error))
         _add_arrived(registered_group, links, set(tree.place.neighbours) - links.streams.keys())
         tree.fail(str(error) or type(error).__name__, getattr(error, "rank", None))
         raise

@@ -26,7 +26,7 @@ from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import MAX_KEYS, PrefixStore, Store, get_first, release, set_all
-from netfold.bootstrap.tree import Place, SocketLinks, StartTree, places_of
+from netfold.bootstrap.tree import Place, SocketLinks, StartTree, failure_frame, places_of
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
@@ -271,6 +271,7 @@ def connect_tree(
         everyone = tree.broadcast(lambda: published, "the ranks learned each other's addresses")
     except BaseException as error:
         reason = _explain_absence(error, group, neighbours, peer_addresses)
+        group.refuse_later(neighbours, failure_frame(reason))
         StartTree(rank, place, SocketLinks(_first_streams(group, neighbours)), deadline).fail(
             str(reason), getattr(reason, "rank", None)
         )

@@ -109,6 +109,8 @@ class Send(NamedTuple):
 
     peers: tuple[int, ...]
     value: Any
+    last: bool = False
+    """No frame to these neighbours follows."""
 
 
 class Receive(NamedTuple):
@@ -153,6 +155,16 @@ def broadcast_steps(place: Place, make: Callable[[], Value]) -> Steps[Value]:
     yield Send(place.children, value)
     result: Value = value
     return result
+
+
+def end_steps(place: Place) -> Steps[None]:
+    """One rank's steps to end the tree, once every rank is ready to."""
+    for child in place.children:
+        yield Receive(child)
+    if place.parent is not None:
+        yield Send((place.parent,), None, last=True)
+        yield Receive(place.parent)
+    yield Send(place.children, None, last=True)
 
 
 class LinkError(Exception):
@@ -225,6 +237,17 @@ class SocketLinks:
     def close(self) -> None: ...
 
 
+def packed_failure(text: str, at_fault: int | None) -> bytes:
+    body: bytes = msgpack.packb([text, -1 if at_fault is None else at_fault])
+    return body
+
+
+def failure_frame(error: BaseException) -> bytes:
+    """A whole frame that tells a neighbour why this rank gave up."""
+    body = packed_failure(str(error) or type(error).__name__, getattr(error, "rank", None))
+    return FRAME.pack(len(body), _FAILURE) + body
+
+
 def check_length(length: int) -> None:
     """ConnectionError for a frame beyond the bound."""
     if length > MAX_FRAME_BYTES:
@@ -238,6 +261,7 @@ class StartTree:
         self.rank, self.place, self.links = rank, place, links
         self._deadline = deadline
         self._received: dict[int, deque[Any]] = defaultdict(deque)
+        self._ended: set[int] = set()  # the neighbours that were sent the last frame
 
     def check(self, what: str) -> None:
         """Raise the failure of a neighbour that has one, or that left. Does not wait."""
@@ -273,15 +297,23 @@ class StartTree:
         """
         return self._run(broadcast_steps(self.place, make), what, meanwhile)
 
+    def end(self) -> None:
+        """Wait until every rank has called this. Then other bytes follow on the connections.
+
+        So a rank that cannot go on tells all others why, before any of them forms the group.
+        """
+        self._run(end_steps(self.place), "the start-up ended")
+
     def fail(self, text: str, at_fault: int | None) -> None:
-        """Tell the other ranks why this one does not go on."""
-        failure = msgpack.packb([text, -1 if at_fault is None else at_fault])
+        """Tell the neighbours why this rank does not go on, unless they were sent the last frame."""
         for peer in self.place.neighbours:
+            if peer in self._ended:
+                continue
             with contextlib.suppress(OSError, RendezvousError, KeyError):  # a neighbour that is not connected, or left
-                self.links.send(peer, _FAILURE, failure, _FAIL_S)
+                self.links.send(peer, _FAILURE, packed_failure(text, at_fault), _FAIL_S)
 
     def close(self) -> None:
-        """End the tree. The connections stay open."""
+        """The tree is not needed any more. The connections stay open."""
         self.links.close()
 
     def _exchange(
@@ -317,9 +349,13 @@ class StartTree:
         # Encoded once: the addresses of 60,000 ranks are 4 MB, and a leader has 16 children.
         body = msgpack.packb(step.value)
         for peer in step.peers:
+            if step.last:
+                self._ended.add(peer)
             try:
                 self.links.send(peer, _VALUE, body, max(0.001, self._deadline - time.monotonic()))
             except OSError as error:
+                if step.last and peer != self.place.parent:
+                    continue  # the group that now forms notices
                 self._look(0, what)  # the peer may have sent its reason
                 raise self._left(peer, what, error) from None
 

@@ -139,7 +139,9 @@ class Communicator(Collectives):
         options: default to this group's. With other ones the new group finds out anew which ranks share memory, and
         how fast its links are.
         Cost: an all_gather of 16 bytes, then a message up a tree of the members, and two down.
-        Raises RendezvousError if a member fails, or this group does.
+        Where the switch of this group does not take the new one within a third of the join timeout, the new group forms
+        without it. It uses host algorithms, and its rank 0 logs why.
+        Raises RendezvousError if a member fails, or this group does; SwitchError for another switch than this group's.
         """
         absent = np.iinfo(np.int64).min
         everyone = self.all_gather(np.array([absent if color is None else color, key], np.int64))
@@ -206,7 +208,8 @@ class Communicator(Collectives):
         this rank not named, another version, security or secret file; and for options that this group cannot have.
         RendezvousError for a uuid that was used before, for a member that died, gave up, forms another group or did not
         call; its `rank` is the new rank of that member. SwitchError, on every member, where the switch does not take
-        the group within a third of the time.
+        the group within a third of the time, and no member was in a group with this switch. Else the group forms
+        without the switch, uses host algorithms, and rank 0 logs why.
         """
         try:
             self._generations.reconfigure(uuid, handles, self._timeout_s, timeout_s, options)

@@ -12,6 +12,8 @@ through the other ranks' listeners:
              both ends. They are broken, and made again when they are used.
     overdue  an operation waits longer than usual. The awaited ranks, and others, are asked for their status. A rank
              that has failed, or made another call in this one's place, ends the wait at once. A long wait is logged.
+    unconnected  a receive from any rank waits, and connections were closed since they were idle. Nothing shows the end
+             of their ranks, so these are asked for their status, 16 each second in turn.
 """
 
 from __future__ import annotations
@@ -357,6 +359,18 @@ class GroupMonitor:
             awaited = {rank: reply for rank, reply in sorted(replies.items()) if rank in ranks} or replies
             log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, own_call, describe_status(awaited))
 
+    def check_unconnected(self, ranks: list[int], lane: int) -> None:
+        """A receive from any rank waits: end the group if one of `ranks` has ended. A closed connection stays closed.
+
+        The connection to a rank that is gone, or does not reply, is made again or given up, as a receive from it does.
+        """
+        for rank, reply in self.query_status(ranks).items():
+            if reply.get("failure") is not None:
+                return self._fail_as(rank, reply)
+            if reply["type"] != "status":
+                for rail in range(self.registered_group.rails):
+                    manager.start_task(partial(self.reconnect, lane, rank, rail))
+
 
 def expired_of(reply: Message) -> tuple[int, int]:
     """The collective whose passed deadline ended the replying rank's group, and its timeout in ns; else (0, 0)."""
@@ -470,6 +484,8 @@ class _ConnectionManager:
             monitor.on_listener(monitor.first_connections.use, (ranks[0], lane, rail))
         elif kind == "broken":
             self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
+        elif kind == "unconnected":
+            self.start_task(partial(monitor.check_unconnected, ranks, lane))
         else:
             self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))
 

@@ -26,6 +26,9 @@ from netfold.options import Options
 from netfold.switch_protocol.control_messages import switches_of
 from netfold.tuning import Links
 
+# `Meeting.switch_share` of a group that is not its ranks' first. The rest is for the group without its switches.
+LATER_SWITCH_SHARE = 1 / 3
+
 
 class Agreement(NamedTuple):
     """The knowledge of this rank before it connects, and the address where it listens."""
@@ -74,6 +77,9 @@ class Meeting(ABC):
     size: int
     switch_share = 1.0
     """Of the time that is left: how much of it the group may wait for its switches."""
+    former_switch: str | None = None
+    """The switches of the group that this rank is or was in. A group with the same ones forms without them where they
+    do not take it: they may have been lost since."""
 
     @abstractmethod
     def agree(self, options: Options, deadline: float) -> Agreement:
@@ -99,8 +105,14 @@ class Meeting(ABC):
 class StoreMeeting(Meeting):
     """The ranks publish their addresses in a store."""
 
-    def __init__(self, store: Store, rank: int, size: int, store_host: str | None) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, store_host: str | None, former_switch: str | None = None
+    ) -> None:
+        """former_switch: as of `Meeting`, the same on all ranks, or None on all."""
         self.rank, self.size = rank, size
+        self.former_switch = former_switch
+        if former_switch is not None:
+            self.switch_share = LATER_SWITCH_SHARE
         self._store, self._store_host = store, store_host
 
     def agree(self, options: Options, deadline: float) -> Agreement:
@@ -140,12 +152,12 @@ class StoreMeeting(Meeting):
 class HandleMeeting(Meeting):
     """The members have each other's handles. See regroup.py."""
 
-    # The rest is for a second try, without a switch that was lost meanwhile.
-    switch_share = 1 / 3
+    switch_share = LATER_SWITCH_SHARE
 
-    def __init__(self, proposal: Proposal, endpoint: Endpoint) -> None:
+    def __init__(self, proposal: Proposal, endpoint: Endpoint, former_switch: str | None) -> None:
         """endpoint: of the former group, which the new one keeps."""
         self.rank, self.size = proposal.rank, len(proposal.members)
+        self.former_switch = former_switch
         self._proposal, self._endpoint = proposal, endpoint
 
     def agree(self, options: Options, deadline: float) -> Agreement:

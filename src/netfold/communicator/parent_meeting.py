@@ -27,7 +27,7 @@ from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.rendezvous import PeerAddresses
 from netfold.bootstrap.shm_discovery import Node, NodeSocket, give_memory, take_memory
 from netfold.bootstrap.tree import StartTree, place_of
-from netfold.communicator.meeting import Agreement, Inherited, Meeting, Mesh, listen
+from netfold.communicator.meeting import LATER_SWITCH_SHARE, Agreement, Inherited, Meeting, Mesh, listen
 from netfold.communicator.message_links import MessageLinks
 from netfold.errors import RendezvousError
 from netfold.options import Options
@@ -57,12 +57,15 @@ class Parent:
 class ParentMeeting(Meeting):
     """The members meet as ranks of their parent."""
 
+    switch_share = LATER_SWITCH_SHARE
+
     def __init__(self, parent: Parent, ranks: Sequence[int], name: str, store_host: str | None) -> None:
         """ranks: of the members in the parent, by their ranks in the new group.
 
         name: the same on all members, and of no other group of the same members.
         """
         self.rank, self.size = ranks.index(parent.rank), len(ranks)
+        self.former_switch = parent.options.switch
         self._parent, self._ranks, self._store_host = parent, ranks, store_host
         self._secret = hmac.digest(parent.secret, f"netfold group {list(ranks)} {name}".encode(), "sha256")
 

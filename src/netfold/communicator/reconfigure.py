@@ -16,7 +16,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from netfold.bootstrap import handle, regroup, rendezvous
@@ -31,16 +30,9 @@ from netfold.communicator.meeting import HandleMeeting
 from netfold.errors import GroupAborted
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint
-from netfold.tuning.cost import BY_SWITCH
 
 # The listener, and what a handle says, stay the same for all groups.
 _OF_THE_ENDPOINT = ("transport", "security", "secret_file", "interface", "ports")
-
-
-def without_switch(options: Options) -> Options:
-    """For a group that the switch does not take. Algorithms that need a switch become auto."""
-    needs_one = any(name in (options.algorithm or "") for name in BY_SWITCH)
-    return replace(options, switch="", algorithm="auto" if needs_one else options.algorithm)
 
 
 class Generations:
@@ -53,6 +45,7 @@ class Generations:
         self.closed = False
         self.endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
         self._last_rank = 0
+        self._last_switch: str | None = None
         self._lock = threading.Lock()
         if group is not None:
             self._formed(group)
@@ -125,7 +118,7 @@ class Generations:
             self._leave(f"it is reconfigured, as {uuid} of {len(ordered)} members")
             with self._attempt(proposal):
                 group = Group(
-                    HandleMeeting(proposal, self.endpoint),
+                    HandleMeeting(proposal, self.endpoint, self._last_switch),
                     proposal.rank,
                     len(ordered),
                     options=options,
@@ -193,6 +186,7 @@ class Generations:
 
     def _formed(self, group: Group) -> None:
         self.group, self._handles, self._last_rank, self._name = group, group.all_handles, group.rank, group.name
+        self._last_switch = group.options.switch
 
     def _leave(self, reason: str) -> None:
         group, self.group = self.group, None

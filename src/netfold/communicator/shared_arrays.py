@@ -31,7 +31,8 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarr
     A collective of more than 16 KB makes no copy if its tensors are in such arrays, or in views of them, on every rank
     of a machine: about half the memory traffic of ordinary arrays. The memory is freed with the last view. It is
     anonymous (memfd): it uses no space in /dev/shm, and counts towards this process's memory limit. A forked child
-    shares the memory with its parent. Cost: a few system calls, and a page fault a page and rank at first use.
+    shares the memory with its parent. Cost: a few system calls, and a page fault a page and rank at first use; pages
+    of 2 MB where the machine gives them to shared memory that asks (docs/how-to/tune.md).
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
     if any(size < 0 for size in sizes):

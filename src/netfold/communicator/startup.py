@@ -29,13 +29,17 @@ from netfold.bootstrap.tree import StartTree
 from netfold.communicator.meeting import Agreement, Meeting, Mesh, Regrouping
 from netfold.communicator.membership import Membership, join_for_host
 from netfold.communicator.switch_tree import check_size
+from netfold.errors import SwitchError
 from netfold.options import SECURITIES, Options
 from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
+from netfold.tuning.cost import BY_SWITCH
 
 # Connections between two ranks: one for collectives and one for messages, so that neither waits for the other. One more
 # for each switch carries the switch's operations after that switch is lost.
 _LANES = 2
+# Why a rank leaves a switch that took it.
+_NOT_ALL = "it could not join all of its switches"
 # How long a waiting thread polls. Data in memory comes within microseconds if its sender runs. Where ranks outnumber
 # cores, the polling thread yields, so a longer poll costs the other ranks nothing.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
@@ -129,25 +133,39 @@ def connect_group(
         memory = _share_memory(mesh, node_socket, options, rank, undo)
         choice = _choose(agreement, registered_group, mesh, over, memory, options, rank, deadline)
         workers = choice.table.workers(choice.topology)
-        check_size(len(workers))
-        accesses = [
-            SwitchAccess(
-                endpoint=endpoint,
-                token_file=options.token_file,
-                rank=rank,
-                workers=tuple(workers),
-                name=options.job_name or "",
-                window_bytes=agreement.job.window_bytes,
-                fabric=options.fabric,
-                security=agreement.job.security,
-            )
-            for endpoint in (agreement.switches if workers else ())
-        ]
         now = time.monotonic()
         joined_by = now + meeting.switch_share * (deadline - now)
-        memberships = _join_switches(accesses, agreement.job, mesh.tree, joined_by, undo)
-    setup = (agreement, registered_group, mesh, regrouping, over, memory, choice, tuple(workers), accesses, memberships)
+        try:
+            check_size(len(workers))
+            accesses = _accesses(agreement, options, rank, workers)
+            memberships = _join_switches(accesses, agreement.job, mesh.tree, joined_by, undo)
+        except SwitchError as error:  # on every rank
+            if not _goes_on_without_switch(meeting, options, mesh.tree):
+                raise
+            # The connections for the time without a switch stay unused.
+            agreement = agreement._replace(job=_without_switch(agreement.job, str(error)), switches=())
+            choice = _choose(agreement, registered_group, mesh, over, memory, options, rank, deadline, choice.links)
+            workers, accesses, memberships = (), [], []
+        if mesh.inherited is None:  # else the tree has no connections of its own
+            mesh.tree.end()
+    setup = (agreement, registered_group, mesh, regrouping, over, memory, choice, workers, accesses, memberships)
     return Connections(rank, size, options, *setup)
+
+
+def _goes_on_without_switch(meeting: Meeting, options: Options, tree: StartTree) -> bool:
+    """Whether a group that its switches did not take forms without them. The same on all ranks, which all call this."""
+    if meeting.switch_share == 1.0:
+        return False  # the first group of its ranks
+    # A newcomer was in no group: the members know the job.
+    was_theirs = meeting.former_switch == options.switch
+    return any(tree.all_gather(was_theirs, "the ranks found out whether they go on without their switch"))
+
+
+def _without_switch(job: Job, why: str) -> Job:
+    """For a group that the switches do not take. Algorithms that need a switch become auto."""
+    needs_one = any(name in job.algorithm for name in BY_SWITCH)
+    algorithm = "auto" if needs_one else job.algorithm
+    return replace(job, switch=None, algorithm=algorithm, no_switch=f"this group goes on without its switch: {why}")
 
 
 @contextmanager
@@ -216,8 +234,12 @@ def _choose(
     options: Options,
     rank: int,
     deadline: float,
+    found: Links | None = None,
 ) -> ChosenTable:
-    """Measure links where that is wanted; every rank gets rank 0's table."""
+    """Measure links where that is wanted; every rank gets rank 0's table.
+
+    found: the links, where they were measured before.
+    """
     job, size, topology = agreement.job, len(memory.nodes), Topology(memory.nodes)
     measures = job.switch is not None and job.algorithm == "auto" and topology.node_count > 1 and job.probe
 
@@ -238,7 +260,8 @@ def _choose(
 
     known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
     links = DEFAULT_LINKS if mesh.inherited is None else replace(mesh.inherited.links, switches=known)
-    if mesh.inherited is not None or not job.probe or size == 1 or is_shared(memory):
+    links = found or links
+    if found is not None or mesh.inherited is not None or not job.probe or size == 1 or is_shared(memory):
         # Built once, since that takes each rank longer than to read it.
         what = "rank 0 told the ranks their algorithms"
         told = mesh.tree.broadcast(lambda: TableChoice(build_first(links), links).to_json(), what)
@@ -258,7 +281,7 @@ def _choose(
             streams.callback(stream.close)
             return stream
 
-        found = probe.agree(
+        agreed = probe.agree(
             mesh.tree,
             stream_to,
             topology,
@@ -269,7 +292,24 @@ def _choose(
             switches=known,
             progress=None if over.port is None else over.port.progress,
         )
-    return ChosenTable(*found, topology, build, measures)
+    return ChosenTable(*agreed, topology, build, measures)
+
+
+def _accesses(agreement: Agreement, options: Options, rank: int, workers: Sequence[int]) -> list[SwitchAccess]:
+    """By switch; none for a group whose choice table needs none."""
+    return [
+        SwitchAccess(
+            endpoint=endpoint,
+            token_file=options.token_file,
+            rank=rank,
+            workers=tuple(workers),
+            name=options.job_name or "",
+            window_bytes=agreement.job.window_bytes,
+            fabric=options.fabric,
+            security=agreement.job.security,
+        )
+        for endpoint in (agreement.switches if workers else ())
+    ]
 
 
 def _join_switches(
@@ -279,13 +319,19 @@ def _join_switches(
     deadline: float,
     undo: ExitStack,
 ) -> list[Membership]:
-    memberships = []
+    """Join all of them, or none. Raises SwitchError on every rank."""
+    memberships: list[Membership] = []
     for number, access in enumerate(accesses):
         # A digest tells the switch which ranks belong together, and hides the secret.
         digest = hashlib.sha256(switch_secret(number, job)).hexdigest()[:32]
-        membership = join_for_host(access, job=digest, tree=tree, deadline=deadline)
+        try:
+            membership = join_for_host(access, job=digest, tree=tree, deadline=deadline)
+        except SwitchError:
+            for joined in memberships:
+                joined.leave(_NOT_ALL)
+            raise
         if membership is not None:
-            undo.callback(membership.leave, "it could not join all of its switches")
+            undo.callback(membership.leave, _NOT_ALL)
             memberships.append(membership)
     return memberships
 

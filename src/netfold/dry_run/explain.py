@@ -61,6 +61,7 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         styles=styles_of(model, recipe.parallel),
         fsdp=split.fsdp,
         context=split.context,
+        recomputes=recipe.training.recompute,
     )
     counted = any(layer.operations for layer in layers)
     bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)
@@ -74,8 +75,12 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         notes.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
     if recipe.parallel.experts != "replicated":
         notes.append("messages of tokens are those of experts that are all used alike")
-    if recipe.training.recompute != "none":
-        notes.append("activations and messages are those without recomputation (training.recompute)")
+    if recipe.training.recompute != "none" and counted:
+        again = sum(layer.again for layer in layers) / sum(layer.operations for layer in layers)
+        notes.append(
+            f"training.recompute adds {again:.0%} to the operations of matrix products, convolutions and attention; "
+            "activations are those that are kept, and all of the largest block"
+        )
     if unknown:
         notes.append(f"activations, and messages inside layers and between stages, are unknown: {unknown}")
     return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))
@@ -89,6 +94,7 @@ def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], numb
     each, alone = a_parameter(recipe, split.data), a_parameter(recipe, 1)
     share = owned / split.data
     kept = sum(layer.saved_bytes or 0 for layer in layers) / len(held) * passes_kept(recipe, split, number)
+    kept += max(map(recomputed_bytes, held))
     memory = Memory(
         each.weights * rest + alone.weights * share,
         each.gradients * rest + alone.gradients * share,
@@ -100,6 +106,15 @@ def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], numb
     sent = tuple(traffic(recipe, split, stages, number))
     ranks = tuple(range(number * a_place, (number + 1) * a_place))
     return Place(ranks, names, rest + -(-owned // split.data), memory, sent)
+
+
+def recomputed_bytes(stage: Sequence[Layer]) -> int:
+    """Bytes that a stage's largest block adds, while it is recomputed, to those that are kept of one pass."""
+    before = peak = 0
+    for layer in stage:
+        saved = layer.saved_bytes or 0
+        before, peak = before + saved, max(peak, before + layer.peak_bytes)
+    return max(0, peak - before)
 
 
 def a_parameter(recipe: Recipe, data: int) -> Memory:

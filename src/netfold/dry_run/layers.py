@@ -6,8 +6,9 @@ Tensor parallelism runs over torch's fake process group, and its collectives are
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest import mock
@@ -22,18 +23,42 @@ from torch.distributed.tensor import DTensor
 from netfold.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold.plan.model import Pass
 from netfold.train.data.examples import Batch
-from netfold.train.models.model import Chain, Model
+from netfold.train.models.model import Chain, Model, blocks_of
+from netfold.train.parallel import context as context_module
+from netfold.train.parallel.blocks import recompute, slow_operations
 from netfold.train.parallel.context import ContextModule
 from netfold.train.parallel.device import CPU
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.experts import Experts
+from netfold.train.parallel.mesh import Axis
 from netfold.train.parallel.precision import DTYPES, Precision, keeps_statistics, needs_f32
 from netfold.train.parallel.shards import axes, local
 from netfold.train.parallel.tensor import cut_along
 from netfold.train.recipe import Parallel
 
 Shape = tuple[int, ...]
+Recompute = Literal["none", "all", "selective"]
 _NOTHING = Pass()
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A call of a module of experts."""
+
+    experts: int
+    size_bytes: int
+    """Of the tokens of a microbatch, once for each expert."""
+    again: bool
+    """In a backward pass, which recomputes it: it has no gradients of its own."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all_to_all between ranks that share sequences."""
+
+    of: str
+    size_bytes: int
+    """Of a rank's tensor."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +74,18 @@ class Layer:
     """[rows, width] of each embedding table that `parallel.embeddings` can divide."""
     experts: tuple[Shape, ...] = ()
     """Weights that `parallel.experts` can divide."""
-    routed: tuple[tuple[int, int], ...] = ()
-    """For each module of experts: their number, and the bytes of the tokens of a microbatch, once for each expert."""
-    attended: tuple[int, ...] = ()
-    """Bytes of the queries of each attention, for a microbatch, where ranks share sequences (`parallel.context`)."""
+    routed: tuple[Routed, ...] = ()
+    """Of each call of a module of experts, for a microbatch."""
+    attended: tuple[Exchange, ...] = ()
+    """For a microbatch, where ranks share sequences (`parallel.context`)."""
     exact: tuple[tuple[Shape, ...], ...] = ()
     """Weights of each router and the like, which computes in f32 whatever the recipe says; also among `weights`."""
     cut_matrices: int = 0
     """The number of weights of two dimensions or more that tensor parallelism has cut."""
     saved_bytes: int | None = None
     """Kept from the forward to the backward pass, for one microbatch; None: could not be measured."""
+    peak_bytes: int = 0
+    """The most at one time, for one microbatch: more than `saved_bytes` where blocks are recomputed, one at a time."""
     handed_bytes: tuple[int, ...] = ()
     """Of each output."""
     handed_back_bytes: tuple[int, ...] = ()
@@ -66,6 +93,9 @@ class Layer:
     forward: Pass = _NOTHING
     """Matrix products of a microbatch, and collectives inside the layer."""
     backward: Pass = _NOTHING
+    """Also what is recomputed."""
+    again: float = 0.0
+    """Operations of `backward` in matrix products that repeat those of `forward`."""
     summed_bytes: tuple[int, ...] = ()
     """Of each gradient that is summed over the tensor axis after the last pass (`shards.settle`)."""
 
@@ -89,8 +119,11 @@ class Layer:
 
     @property
     def operations(self) -> int:
-        """Operations of a forward and a backward pass in matrix products, convolutions and attention."""
-        return round(self.forward.flops + self.backward.flops)
+        """Operations of a forward and a backward pass in matrix products, convolutions and attention.
+
+        Without those that are recomputed: training measures its layers without them, too.
+        """
+        return round(self.forward.flops + self.backward.flops - self.again)
 
 
 def measure(
@@ -104,12 +137,14 @@ def measure(
     styles: Mapping[str, Any] | None = None,
     fsdp: bool = False,
     context: int = 1,
+    recomputes: Recompute = "none",
 ) -> tuple[list[Layer], str]:
     """Measure the layers of `model` for passes of `samples` samples. Takes the model over, and cuts it in place.
 
     Returns the layers, and why activations and collectives could not be measured, or "". fake: the mode of the model's
     fake tensors. styles: the cuts of tensor parallelism. fsdp: ZeRO 2 or 3 keeps cut weights as DTensors. context:
-    ranks that share sequences. No process group may exist: with tensor > 1 this call makes one, and destroys it.
+    ranks that share sequences. recomputes: `training.recompute`; its memory is found by a pass with recomputation and
+    one without. No process group may exist: with tensor > 1 this call makes one, and destroys it.
     """
     layers = list(model.module.layers.items()) if isinstance(model.module, Chain) else [("all", model.module)]
     whole = [_held(name, layer) for name, layer in layers]
@@ -122,7 +157,21 @@ def measure(
             held = [_held(name, layer) for name, layer in layers]
             if fsdp:
                 _lower(model.module, DTYPES[precision])
-            return _run(model, layers, held, example, samples, Precision(precision), fsdp, context), ""
+            batch = _batch(example, samples, context, DTYPES[precision] if fsdp else None)
+            casts = Precision("f32" if fsdp else precision)
+            plain = _run(model, layers, batch, casts, context)
+            if recomputes == "none":
+                return _measured(layers, held, plain, plain, ()), ""
+            blocks = blocks_of(model) or {"": model.module}
+            recompute(blocks.values(), "nothing" if recomputes == "all" else "products")
+            kept = set(slow_operations()) if recomputes == "selective" else set()
+            model.module.zero_grad()
+
+            def keeps(path: str, operation: Any) -> bool:
+                return operation in kept and _block(path, blocks) is not None
+
+            again = _run(model, layers, batch, casts, context, keeps)
+            return _measured(layers, held, again, plain, tuple(blocks)), ""
     except Exception as error:
         return whole, f"a pass of fake tensors failed: {type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -172,67 +221,121 @@ def _held(name: str, layer: nn.Module) -> Layer:
     )
 
 
-def _run(
-    model: Model,
-    layers: Sequence[tuple[str, nn.Module]],
-    held: Sequence[Layer],
-    example: Batch,
-    samples: int,
-    precision: Precision,
-    fsdp: bool,
-    context: int,
-) -> list[Layer]:
+@dataclass(frozen=True)
+class _Ran:
+    """The record of a forward and a backward pass. layer: by name; module: of a call."""
+
+    parts: list[tuple[str, TracedPart]]
+    """(layer, part), in order."""
+    outputs: Mapping[str, list[Tensor]]
+    routed: list[tuple[nn.Module, Routed]]
+    attended: list[tuple[nn.Module, Exchange]]
+
+
+def _batch(example: Batch, samples: int, context: int, cast: torch.dtype | None) -> Batch:
+    """Zeros in place of a rank's part of `samples` samples. cast: of inputs, as FSDP2 does."""
+
     def like(each: Tensor) -> Tensor:
         shape = list(each.shape[1:])
         return torch.zeros((samples, *(count // context for count in shape[:1]), *shape[1:]), dtype=each.dtype)
 
-    batch = example.like([like(each) for each in example.tensors])
-    if fsdp:
-        # FSDP2's casts.
-        given = [each.to(precision.dtype) if each.is_floating_point() else each for each in batch.tensors[:-1]]
-        batch = batch.like([*given, batch.target])
+    made = [like(each) for each in example.tensors]
+    if cast is not None:
+        made[:-1] = [each.to(cast) if each.is_floating_point() else each for each in made[:-1]]
+    return example.like(made)
+
+
+def _run(
+    model: Model,
+    layers: Sequence[tuple[str, nn.Module]],
+    batch: Batch,
+    casts: Precision,
+    context: int,
+    keeps: Callable[[str, Any], bool] = lambda path, operation: False,
+) -> _Ran:
+    """Run a step. keeps: as of `TraceMode`."""
     outputs: dict[str, list[Tensor]] = {}
-    watch = TraceMode(model.module)
-    with watch.hooked(), _routed_evenly() as routed, _attends_whole(context) as attended:
+    watch = TraceMode(model.module, keeps)
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(watch.hooked())
+        routed, attended = inside.enter_context(_routed_evenly()), inside.enter_context(_attends_whole(context))
         for name, layer in layers:
-            layer.register_forward_hook(lambda *given, name=name: outputs.update({name: tensors(given[-1])}))
-        with contextlib.nullcontext() if fsdp else precision.context(model.module, CPU):
+            hook = layer.register_forward_hook(lambda *given, name=name: outputs.update({name: tensors(given[-1])}))
+            inside.enter_context(hook)
+        with casts.context(model.module, CPU):
             output = model.module(*batch.inputs, **batch.named)
         model.losses(output, batch.target).mean().backward()  # type: ignore[no-untyped-call]
-    parts: dict[str, list[TracedPart]] = {name: [] for name, _ in layers}
+    parts = []
     name = layers[0][0]
     for part in watch.seen:
         # A chain's own work belongs to the layer before, and so does the loss.
         path = part.module.split(".")
         name = path[1] if isinstance(model.module, Chain) and path[0] == "layers" else name
-        parts[name].append(part)
-    return [
-        replace(
-            layer,
-            saved_bytes=sum(part.kept_bytes for part in parts[layer.name]),
-            handed_bytes=tuple(local(each).nbytes for each in outputs[layer.name]),
-            handed_back_bytes=tuple(local(each).nbytes for each in outputs[layer.name] if each.requires_grad),
-            forward=_pass([part.forward for part in parts[layer.name]]),
-            backward=_pass([part.backward for part in parts[layer.name]]),
-            summed_bytes=_summed(module),
-            attended=tuple(size for part, size in attended if part in set(module.modules())),
-            routed=tuple((count, size) for part, count, size in routed if part in set(module.modules())),
+        parts.append((name, part))
+    return _Ran(parts, outputs, routed, attended)
+
+
+def _measured(
+    layers: Sequence[tuple[str, nn.Module]], held: Sequence[Layer], ran: _Ran, plain: _Ran, blocks: Sequence[str]
+) -> list[Layer]:
+    """The layers with their measurements. plain: without recomputation. blocks: the paths of those recomputed."""
+    whole: dict[str | None, int] = {}
+    for _, part in plain.parts:
+        block = _block(part.module, blocks)
+        whole[block] = whole.get(block, 0) + part.kept_bytes
+    found = []
+    for layer, (name, module) in zip(held, layers, strict=True):
+        parts, before = ([part for other, part in each.parts if other == name] for each in (ran, plain))
+        modules, backward = set(module.modules()), _pass([part.backward for part in parts])
+        saved, peak = _kept(parts, whole, blocks)
+        found.append(
+            replace(
+                layer,
+                saved_bytes=saved,
+                peak_bytes=peak,
+                handed_bytes=tuple(local(each).nbytes for each in ran.outputs[name]),
+                handed_back_bytes=tuple(local(each).nbytes for each in ran.outputs[name] if each.requires_grad),
+                forward=_pass([part.forward for part in parts]),
+                backward=backward,
+                again=backward.flops - _pass([part.backward for part in before]).flops,
+                summed_bytes=_summed(module),
+                attended=tuple(each for part, each in ran.attended if part in modules),
+                routed=tuple(each for part, each in ran.routed if part in modules),
+            )
         )
-        for layer, (_, module) in zip(held, layers, strict=True)
-    ]
+    return found
+
+
+def _kept(parts: Sequence[TracedPart], whole: Mapping[str | None, int], blocks: Sequence[str]) -> tuple[int, int]:
+    """Bytes from the forward to the backward pass of a layer, and the most at one time.
+
+    While a block is recomputed it has all its activations, and the parts after it have freed theirs. whole: a block's
+    bytes without recomputation, with those of its inputs that it needs.
+    """
+    saved = peak = 0
+    for block, run in itertools.groupby(parts, lambda part: _block(part.module, blocks)):
+        before = saved
+        saved += sum(part.kept_bytes for part in run)
+        peak = max(peak, saved, before + (whole[block] if block is not None else 0))
+    return saved, peak
+
+
+def _block(path: str, blocks: Iterable[str]) -> str | None:
+    """The block that a module, by its path, is in."""
+    return next((each for each in blocks if not each or path == each or path.startswith(f"{each}.")), None)
 
 
 @contextlib.contextmanager
-def _routed_evenly() -> Iterator[list[tuple[Experts, int, int]]]:
+def _routed_evenly() -> Iterator[list[tuple[nn.Module, Routed]]]:
     """Inside, every expert gets equally many tokens, because fake tensors do not say which experts they choose.
 
-    Yields a list that gets (module, number of experts, bytes of tokens) for each call.
+    Yields a list that gets each call.
     """
-    calls: list[tuple[Experts, int, int]] = []
+    calls: list[tuple[nn.Module, Routed]] = []
 
     def forward(self: Experts, tokens: Tensor, chosen: Tensor) -> Tensor:
         count = len(self.experts)
-        calls.append((self, count, tokens.nbytes))
+        calls.append((self, Routed(count, tokens.nbytes, _in_backward())))
         return self._computed(tokens, [len(part) for part in torch.arange(len(tokens)).tensor_split(count)])
 
     with mock.patch.object(Experts, "forward", forward):
@@ -240,22 +343,45 @@ def _routed_evenly() -> Iterator[list[tuple[Experts, int, int]]]:
 
 
 @contextlib.contextmanager
-def _attends_whole(context: int) -> Iterator[list[tuple[ContextModule, int]]]:
-    """Inside, attention takes a rank's heads of whole sequences, as if other ranks had sent it their tokens.
+def _attends_whole(ranks: int) -> Iterator[list[tuple[nn.Module, Exchange]]]:
+    """Inside, this is the first of `ranks` that share sequences, and the others send it what it sends them.
 
-    Yields a list that gets (module, bytes of queries) for each call, if there are other ranks.
+    Yields a list that gets each call, and the call that its backward pass will make.
     """
-    calls: list[tuple[ContextModule, int]] = []
-    alone = ContextModule.attend
+    calls: list[tuple[nn.Module, Exchange]] = []
+    exchange = ContextModule.exchange_heads
+    running: list[nn.Module] = []
 
-    def attend(self: ContextModule, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-        calls.append((self, query.nbytes))
-        q, k, v = (torch.cat([each.chunk(context, 1)[0]] * context, -2) for each in (query, key, value))
-        mixed = alone(self, q, k, v, causal=causal)
-        return torch.cat([mixed.chunk(context, -2)[0]] * context, 1)
+    def exchange_heads(self: ContextModule, *given: Any) -> Tensor:
+        running[:] = [self, self]
+        return exchange(self, *given)
 
-    with mock.patch.object(ContextModule, "attend", attend) if context > 1 else contextlib.nullcontext():
+    def all_to_all(sent: Tensor, *_: Any) -> Tensor:
+        of = "queries, keys and values" if len(running) == 2 else "results of attention"
+        made = [of] if _in_backward() else [of, f"gradients of {of}"]
+        part = running.pop()
+        calls.extend((part, Exchange(each, sent.nbytes)) for each in made)
+        return sent.clone()
+
+    def gather(values: Tensor, axis: Axis) -> Tensor:
+        return torch.cat([values] * axis.size, 1)
+
+    if ranks == 1:
         yield calls
+        return
+    group: Any = None
+    with (
+        mock.patch.object(ContextModule, "exchange_heads", exchange_heads),
+        mock.patch.object(ContextModule, "context", Axis("context", 0, ranks, group)),
+        mock.patch.object(context_module, "all_to_all_single", all_to_all),
+        mock.patch.object(context_module, "gather_tokens", gather),
+    ):
+        yield calls
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass runs: a layer's forward pass is then a recomputation."""
+    return torch._C._current_autograd_node() is not None
 
 
 def _pass(ran: Sequence[Ran]) -> Pass:

@@ -74,8 +74,13 @@ class TracedPart:
 class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record a forward and a backward pass, inside `hooked`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, keeps: Callable[[str, Any], bool] = lambda module, operation: False) -> None:
+        """keeps: whether the results of an operation in a submodule, by its path, stay until the backward pass.
+
+        Autograd's saved tensors always do; selective recomputation keeps others, which no hook of autograd sees.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps = keeps
         self.seen: list[TracedPart] = []
         """Parts, in order. Only the last one may be idle."""
         self.gradients: list[tuple[Tensor, int]] = []
@@ -144,6 +149,8 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.seen[self._at].parameters += self.unused.pop(number, 0)
             for each in fresh:
                 self._made[_number(each)] = self._at
+            for each in made if self._keeps(self._path[-1] if self._path else "", func) else ():
+                self._keep(each)
         if func.namespace not in _OURS:
             self.custom.add(f"{func.namespace}::{name}")
         # Views and allocations move nothing.

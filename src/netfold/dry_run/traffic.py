@@ -108,21 +108,22 @@ def _experts(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[
     routed = [each for layer in layers for each in layer.routed]
     if recipe.parallel.experts == "replicated":
         return
-    calls, tokens = split.passes * len(routed), split.passes * sum(size for _, size in routed)
-    counts = split.passes * sum(experts for experts, _ in routed) * I64_BYTES
-    yield Traffic("data", "all_to_all", "numbers of tokens", split.data, calls, counts)
+    counts = split.passes * sum(each.experts for each in routed) * I64_BYTES
+    yield Traffic("data", "all_to_all", "numbers of tokens", split.data, split.passes * len(routed), counts)
     for of in ("tokens", "results of experts"):
-        yield Traffic("data", "all_to_all", of, split.data, calls, tokens)
-        yield Traffic("data", "all_to_all", f"gradients of {of}", split.data, calls, tokens)
+        for text, made in ((of, routed), (f"gradients of {of}", [each for each in routed if not each.again])):
+            tokens = split.passes * sum(each.size_bytes for each in made)
+            yield Traffic("data", "all_to_all", text, split.data, split.passes * len(made), tokens)
 
 
 def _attention(layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
     """Exchanges between ranks that share sequences; there are none otherwise."""
-    sizes = [size for layer in layers for size in layer.attended]
-    calls, size = split.passes * len(sizes), split.passes * sum(sizes)
-    for of, parts in (("queries, keys and values", 3), ("results of attention", 1)):
-        yield Traffic("data", "all_to_all", of, split.context, calls, parts * size)
-        yield Traffic("data", "all_to_all", f"gradients of {of}", split.context, calls, parts * size)
+    sizes: dict[str, list[int]] = {}
+    for each in (each for layer in layers for each in layer.attended):
+        sizes.setdefault(each.of, []).append(each.size_bytes)
+    for of, found in sizes.items():
+        calls, size = split.passes * len(found), split.passes * sum(found)
+        yield Traffic("data", "all_to_all", of, split.context, calls, size)
 
 
 def _norms(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:

@@ -22,7 +22,6 @@ So of a step that any member of the next generation has passed, every member kno
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ from netfold.bootstrap import handle, launchers
 from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import outliving_store, process_store
 from netfold.communicator.communicator import Communicator
-from netfold.communicator.reconfigure import without_switch
 from netfold.elastic import messages
 from netfold.elastic.agreement import Decision
 from netfold.elastic.change import Change, Lost, TooFewLeft, Vote
@@ -43,10 +41,8 @@ from netfold.elastic.negotiation import REQUEST_S, Loss
 from netfold.elastic.newest import NewestGeneration
 from netfold.elastic.service import Service
 from netfold.elastic.standing import Standing
-from netfold.errors import GroupAborted, Mismatch, RendezvousError, SwitchError
+from netfold.errors import GroupAborted, Mismatch, RendezvousError
 from netfold.options import Options
-
-log = logging.getLogger("netfold")
 
 STORE_VARIABLE = "NETFOLD_STORE"
 # Changes after failures in a row in which nobody is lost and no step is done. The cause is then no lost member.
@@ -397,7 +393,7 @@ class Members:
             return decision, {} if decision is None else negotiation.states()
 
     def _form(self, decision: Decision | None, deadline: float) -> None:
-        """Form the group of the present generation, without a switch that does not take it.
+        """Form the group of the present generation.
 
         Raises RendezvousError; TooFewLeft where nobody has the state.
 
@@ -412,16 +408,7 @@ class Members:
         self._publish(waits=decision is not None and bool(decision.newcomers))
         digest = hashlib.sha256("\n".join(standing.handles).encode()).hexdigest()[:16]
         name = f"elastic-{standing.generation}-{digest}"
-        try:
-            self._reconfigure(name, deadline, None)
-        except SwitchError as error:  # on every member
-            if standing.rank == 0:
-                log.warning("elastic: generation %d goes on without its switch: %s", standing.generation, error)
-            self._reconfigure(f"{name}-without-switch", deadline, without_switch(self.communicator.options))
-
-    def _reconfigure(self, name: str, deadline: float, options: Options | None) -> None:
-        left = max(0.001, deadline - time.monotonic())
-        self.communicator.reconfigure(name, self._standing.handles, timeout_s=left, options=options)
+        self.communicator.reconfigure(name, standing.handles, timeout_s=max(0.001, deadline - time.monotonic()))
 
     def _publish(self, *, waits: bool) -> None:
         """At rank 0, say in the store which generation is the newest, before it forms.

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group, Options
+from netfold.communicator.meeting import Meeting, StoreMeeting
 from netfold.communicator.message_links import ParentLost
-from netfold.communicator.parent_meeting import ParentMeeting
 from netfold.communicator.reconfigure import Generations, outside_group
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
@@ -178,7 +178,7 @@ def open_group(
     """
     _skip_netfold()
 
-    def connect(meeting: TorchStore | ParentMeeting) -> Group:
+    def connect(meeting: Meeting) -> Group:
         return Group(
             meeting,
             rank,
@@ -194,7 +194,8 @@ def open_group(
         # A parent fails on all of its ranks, so they all go on over the store.
         with contextlib.suppress(ParentLost):
             return connect(parent.group.meeting(parent.ranks, parent.name, store_host()))
-    return connect(TorchStore(part))
+    former_switch = None if parent is None else parent.group.options.switch
+    return connect(StoreMeeting(TorchStore(part), rank, size, store_host(), former_switch))
 
 
 def close_at_exit(operations: Any) -> Any:

@@ -68,7 +68,7 @@ class Operations:
             self._buckets = RegisteredBuckets(group.lease)
         else:
             self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self.devices = DeviceDriver(group, device_api, part) if device_api is not None else None
+        self.devices = DeviceDriver(group, device_api) if device_api is not None else None
         self._transfers = Transfers(group, device_api)
         self._coalesced = _Coalesced()
         self._barriers = monitored_barriers.MonitoredBarriers(part, group.rank, group.size)

@@ -75,8 +75,9 @@ def test_sums_inside_and_between_hosts_are_correct(world: str, order: Any) -> No
     values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
 
 
-def test_groups_inside_and_between_hosts_need_no_store() -> None:
-    values(on_devices(sums, 4, hosts=(0, 1, 0, 1), own_stores=True))
+@pytest.mark.parametrize("intra_host", ["auto", "nccl"])
+def test_groups_inside_and_between_hosts_need_no_store(intra_host: str) -> None:
+    values(on_devices(sums, 4, hosts=(0, 1, 0, 1), own_stores=True, intra_host=intra_host))
 
 
 def every_dtype(group: Any, device_api: Any) -> str:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from netfold._native import engine
 from netfold.communicator import Group
@@ -65,10 +64,8 @@ class _Job:
 class DeviceDriver:
     """The device driver of one group. Thread-safe."""
 
-    def __init__(self, group: Group, device_api: DeviceApi, part: Store) -> None:
-        """part: the store in which the ranks of a host find each other for NCCL."""
+    def __init__(self, group: Group, device_api: DeviceApi) -> None:
         self._group = group
-        self._part = part
         self.device_api = device_api
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -259,7 +256,7 @@ class DeviceDriver:
     def _begin(self, job: _Job) -> None:
         if self._paths is None:
             self.device_api.enter(job.device)
-            self._paths = choose_paths(self._group, self.device_api, job.device, self._part, job.deadline)
+            self._paths = choose_paths(self._group, self.device_api, job.device, job.deadline)
         elif job.device != self._paths.device:
             raise ValueError(
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from netfold.communicator import Group
 from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
 from netfold.torch.device.device_api import DeviceApi, wait_for
-from netfold.torch.device.host_staging import HostStaging
+from netfold.torch.device.host_staging import HostStaging, seconds_until
 from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, IntraHostReducer, NcclReducer, host_groups
 
 log = logging.getLogger("netfold")
 
 # The timeout of making a subgroup. All of its ranks are already running.
 _JOIN_S = 30.0
+_LOOPBACK = "127.0.0.1"
 # On closing, a group waits SETTLE_S for its own device, and then MEET_S for the other ranks' devices.
 SETTLE_S, MEET_S = 30.0, 10.0
 AFTER_ABORT_S = 2.0
@@ -85,9 +88,7 @@ class DevicePaths:
         return True
 
 
-def choose_paths(
-    group: Group, device_api: DeviceApi, device: torch.device, part: Store, deadline: float
-) -> DevicePaths:
+def choose_paths(group: Group, device_api: DeviceApi, device: torch.device, deadline: float) -> DevicePaths:
     """Choose the paths. Collective; the first operation of a group's driver. Raises as `exchange_capabilities`."""
     slots: pinned.Slots | None = None
     problem = ""
@@ -95,7 +96,7 @@ def choose_paths(
         slots = slots_of(group, device_api)
     except NetfoldError as error:
         problem = str(error)
-    builder = _Builder(group, device_api, device, part, deadline)
+    builder = _Builder(group, device_api, device, deadline)
     try:
         facts = capability_exchange.exchange_capabilities(
             group, capability_exchange.capabilities_of(group, device_api, device, problem), deadline
@@ -127,11 +128,10 @@ def slots_of(group: Group, device_api: DeviceApi) -> pinned.Slots:
 class _Builder:
     """Makes the paths, and keeps the subgroups that it makes for them."""
 
-    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, part: Store, deadline: float) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, deadline: float) -> None:
         self._group = group
         self._device_api = device_api
         self._device = device
-        self._part = part
         self._deadline = deadline
         self.parts: list[Any] = []
 
@@ -170,13 +170,41 @@ class _Builder:
         return self._path(stream, ipc.IpcReducer(self._device_api, stream, local, windows), members, peers, "IPC")
 
     def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[IntraHostPath | None, str]:
-        store = PrefixStore(f"nccl/{members[0]}", self._part)
-        place = members.index(self._group.rank)
-        nccl = self._device_api.nccl(self._device, store, place, len(members))
+        watch = self._subgroup("watch", members)
+        nccl = self._device_api.nccl(self._device, self._host_store(watch), watch.rank, watch.size)
         self.parts.append(nccl)
         stream = self._device_api.new_stream(self._device)
         sums = NcclReducer(self._device_api, stream, nccl, len(members))
-        return self._path(stream, sums, members, peers, "NCCL", self._subgroup("watch", members))
+        return self._path(stream, sums, members, peers, "NCCL", watch)
+
+    def _host_store(self, among: Group) -> Store:
+        """Make a store of the ranks of a host, in which NCCL's find each other. The first of them serves it.
+
+        Collective in `among`. The job's own store may be gone, or have none of the later ranks (netfold.elastic).
+        Raises NetfoldError on all of its ranks where it cannot be served.
+        """
+        timeout = timedelta(seconds=seconds_until(self._deadline))
+        served: Store | None = None
+        at: dict[str, Any] = {}
+        if among.rank == 0:
+            try:
+                # torch itself would listen on every interface.
+                listening = socket.create_server((_LOOPBACK, 0))
+                at = {"port": listening.getsockname()[1]}
+                served = TCPStore(
+                    _LOOPBACK,
+                    at["port"],
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timeout,
+                    master_listen_fd=listening.detach(),
+                )
+            except (OSError, RuntimeError) as error:
+                at = {"problem": f"rank {self._group.rank} could not serve a store for NCCL on {_LOOPBACK}: {error}"}
+        first, *_ = capability_exchange.exchange_messages(among, at, self._deadline)
+        if "problem" in first:
+            raise NetfoldError(first["problem"])
+        return served or TCPStore(_LOOPBACK, first["port"], is_master=False, timeout=timeout)
 
     def _path(
         self,

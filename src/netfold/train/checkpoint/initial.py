@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from netfold.extras import need
 from netfold.train.checkpoint.atomic import find_checkpoint, find_damage
 from netfold.train.checkpoint.state import Metadata, differences, list_tensors, load_tensors, of_model
+from netfold.train.models.model import Weights
 from netfold.train.parallel.mesh import gather
 from netfold.train.recipe import Training
 
@@ -26,22 +27,24 @@ T = TypeVar("T")
 SUFFIX = ".safetensors"
 
 
-def load_initial(asked: Training, tensors: Mapping[str, Tensor], weights: Path | None = None) -> str:
+def load_initial(asked: Training, tensors: Mapping[str, Tensor], weights: Weights | None = None) -> str:
     """Fill this rank's tensors (`model_tensors`) in place; return a sentence about their source.
 
     weights: the model's own (`Model.weights`), in place of `training.initial`. Collective over the world. Raises
     ValueError if the weights are damaged or do not fit the model, with the names.
     """
     if weights is not None:
-        asked = asked.model_copy(update={"initial": weights, "initial_except": []})
+        asked = asked.model_copy(update={"initial": weights.folder, "initial_except": []})
     reader, saved, wanted = _open(asked, tensors)
     path = Path(reader.path)
     if not isinstance(reader, HuggingFaceStorageReader):
         damage = next(filter(None, gather(find_damage(path, dist.get_rank(), dist.get_world_size()))), "")
         if damage:
             raise ValueError(f"training.initial: {path} is damaged: {damage}")
-    _check(asked, path, saved, wanted)
-    load_tensors(wanted, reader)
+    rounds = [wanted] if weights is None else _rounds(weights.names, wanted)
+    _check(asked, path, saved, rounds[0])
+    for each in rounds:
+        load_tensors(each, reader)
     left = "" if not asked.initial_except else f", except {', '.join(asked.initial_except)}"
     key = "training.initial" if weights is None else "model.pretrained"
     return f"starts with the weights of {path}{left} ({key})"
@@ -69,6 +72,21 @@ def _open(asked: Training, tensors: Mapping[str, Tensor]) -> tuple[FileSystemRea
     except ValueError as error:
         raise ValueError(f"training.initial: {error}; give a run's folder, or safetensors") from None
     return reader, _without(asked, of_model(list_tensors(reader))), _without(asked, tensors)
+
+
+def _rounds(names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors by their names in the files, as many times as one name there is of several tensors.
+
+    names: of all ranks' tensors, so that every rank has as many rounds. The first has every name in the files.
+    """
+    rounds: list[dict[str, Tensor]] = []
+    left = dict(names)
+    while left:
+        # The last of several is taken first; which one does not matter.
+        now = {source: name for name, source in left.items()}
+        rounds.append({source: tensors[name] for source, name in now.items() if name in tensors})
+        left = {name: source for name, source in left.items() if now[source] != name}
+    return rounds
 
 
 def _check(asked: Training, path: Path, saved: Metadata, wanted: Mapping[str, Tensor]) -> None:

@@ -47,6 +47,16 @@ class Chain(nn.Module):
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Safetensors with the first values of a module's parameters and buffers."""
+
+    folder: Path
+    names: Mapping[str, str]
+    """The module's name of a tensor -> its name in the files. Other tensors keep the values that they were made with;
+    several may have one name in the files."""
+
+
+@dataclass(frozen=True)
 class Model:
     """A module to train, and its loss."""
 
@@ -59,11 +69,13 @@ class Model:
     """target -> the number of its items that count, no dimensions (`real_items`). Without it all count."""
     tensor_plan: TensorPlan | None = None
     """The cut of each layer for `parallel.tensor`; without a plan they cannot be cut."""
-    weights: Path | None = None
-    """A folder of safetensors with the module's names. A run begins with them; each rank reads its own part."""
+    weights: Weights | None = None
+    """A run begins with these; each rank reads its own part."""
     cuts_sequences: bool = False
     """Whether `parallel.context` may cut sequences [n, s, ...]: all layers act on single tokens, or are a
     `netfold.train.parallel.context.ContextModule`, and the loss has one item for each token."""
+    needs_sequences: str = "the model's layers need whole sequences (Model.cuts_sequences)"
+    """The reason without `cuts_sequences`, for an error."""
     blocks: tuple[str, ...] = ()
     """Class names of the modules that ZeRO gathers, `training.recompute` repeats, and `training.compile` compiles, each
     by itself. A `Chain` needs none: its layers are such blocks. Any other module without names is one block."""

@@ -27,10 +27,14 @@ def recompute(blocks: Iterable[nn.Module], kept: Literal["nothing", "products"])
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if kept == "products":
-        slow = [getattr(torch.ops.aten, name).default for name in _SLOW]
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, slow)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, slow_operations())
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def slow_operations() -> list[Any]:
+    """torch's operations whose results "products" keeps."""
+    return [getattr(torch.ops.aten, name).default for name in _SLOW]
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from netfold.train.parallel.device import CPU
 from netfold.train.recipe import DiLoCo, Parallel
@@ -37,6 +38,9 @@ class Mesh:
 
         device: this rank's. diloco: divides the data axis into sites.
         """
+        # For equal meshes DTensor reuses results that name the groups of the first mesh. In a new world of this process
+        # those names are unknown, or are of other groups.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from netfold.train.data.examples import Batch, Examples
 from netfold.train.models.deferred import Deferred, materialised
 from netfold.train.models.model import Chain, Model
+from netfold.train.parallel.context import own_tokens
 from netfold.train.parallel.device import synchronize
 from netfold.train.parallel.mesh import Mesh
 from netfold.train.parallel.precision import Precision
@@ -57,7 +58,7 @@ def time_layers(
     if mesh.pipeline.rank == 0:
         try:
             numbers = [number % len(examples) for number in range(samples)]
-            sample = examples.batch(numbers, numbers).to(mesh.device)
+            sample = own_tokens(examples.batch(numbers, numbers), mesh).to(mesh.device)
             found = [_measure(model, sample, precision, mesh.device, deferred)]
         except Exception as error:
             failed, found = error, [f"{type(error).__name__}: {error}"]

@@ -314,8 +314,6 @@ class Recipe(Section):
         elif parallel.sequence and parallel.style != "alternating":
             advice = 'the sequence is cut between pairs of layers; set style = "alternating"'
             yield "parallel.sequence", "parallel.style", advice
-        if parallel.context > 1 and ranks > 1:
-            yield "parallel.context", "parallel.pipeline", "stages exchange whole sequences; set pipeline = 1"
         if parallel.context > 1 and parallel.sequence:
             yield "parallel.context", "parallel.sequence", "both cut sequences; leave one of the two out"
         if parallel.context > 1 and diloco is not None:

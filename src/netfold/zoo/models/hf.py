@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from netfold.extras import need
-from netfold.train.models.model import Model, Style, TensorPlan, real_items
+from netfold.train.models.model import Model, Style, TensorPlan, Weights, real_items
 from netfold.train.parallel.tensor import in_units
+from netfold.zoo.models.hf_attention import share_sequences
 from netfold.zoo.models.linear import class_loss
 
 Task = Literal["causal-lm", "masked-lm", "sequence-classification", "image-classification"]
@@ -68,11 +69,11 @@ def hf(
         for name, value in changes.items():
             setattr(asked, name, value)
         module: Any = None
-        kept: Path | None = None
-        if not pretrained or (lora is None and labels is None):
+        saved: dict[int, str] = {}
+        if not pretrained or labels is None:
             module = kind.from_config(asked)
-            kept = _own_weights(path, module) if pretrained else None
-        if pretrained and kept is None:
+            saved = _saved_names(path, module) if pretrained else {}
+        if pretrained and not saved:
             # A head for another number of labels starts anew; transformers names such weights.
             module = kind.from_pretrained(
                 path, config=asked, dtype="float32", ignore_mismatched_sizes=labels is not None
@@ -82,15 +83,25 @@ def hf(
     if unknown:
         raise ValueError(f"model.config has {unknown[0]!r}, which the configuration of {path} lacks")
     blocks, plan = tuple(module._no_split_modules or ()), tensor_plan(module, asked)
+    uncut = f"the model's task is {task!r}, not 'causal-lm'"
+    if task == "causal-lm":
+        uncut = share_sequences(module, module.config)
+    shared = None if uncut else module.shared_sequences
     if lora is not None:
         module, plan = _with_adapters(module, lora, task), None
     module.train()
+    if shared is not None:
+        module.register_forward_pre_hook(shared.place, with_kwargs=True)
     module.register_forward_hook(lambda *given: given[-1].logits)
-    return Model(module, class_loss, real_items, plan, kept, blocks=blocks)
+    weights = Weights(Path(path), _sources(module, saved)) if saved else None
+    return Model(
+        module, class_loss, real_items, plan, weights,
+        cuts_sequences=not uncut, needs_sequences=uncut, blocks=blocks,
+    )  # fmt: skip
 
 
-def _own_weights(path: str, module: nn.Module) -> Path | None:
-    """The folder, if its safetensors have the module's names, so that each rank can read its own part of them.
+def _saved_names(path: str, module: nn.Module) -> dict[int, str]:
+    """id of each parameter and persistent buffer -> its name, if the folder's safetensors have these names; else {}.
 
     transformers renames the weights of some models, and makes others of several: such a model is read whole.
     """
@@ -101,9 +112,20 @@ def _own_weights(path: str, module: nn.Module) -> Path | None:
         with safe_open(file, "pt") as opened:
             saved.update(opened.keys())
     persistent = module.state_dict()
-    names = {name for name, _ in module.named_parameters()}
-    names |= {name for name, _ in module.named_buffers() if name in persistent}
-    return Path(path) if names == saved else None
+    names = {id(each): name for name, each in module.named_parameters()}
+    names |= {id(each): name for name, each in module.named_buffers() if name in persistent}
+    return names if set(names.values()) == saved else {}
+
+
+def _sources(module: nn.Module, saved: Mapping[int, str]) -> dict[str, str]:
+    """The name of each tensor, adapters beside it or not, -> its name before. peft trains copies of whole modules."""
+    held = dict((*module.named_parameters(), *module.named_buffers()))
+    found = {}
+    for name, each in held.items():
+        original = held.get(name.replace(".modules_to_save.default.", ".original_module."), each)
+        if id(original) in saved:
+            found[name] = saved[id(original)]
+    return found
 
 
 def _with_adapters(module: nn.Module, lora: Lora, task: Task) -> nn.Module:

@@ -79,6 +79,10 @@ class PointToPoint {
   void wait_for(WaitSet& set) const;
   // The connection to `peer` was made or is lost; called as `poll` is.
   void connection_changed(int peer);
+  // The connection to `peer` was closed since it was idle; called as `poll` is.
+  void connection_closed(int peer);
+  // Ranks that a receive from any rank waits for without a connection (ReadablePeers::to_ask).
+  std::vector<int> to_ask(std::int64_t now_ns);
   // Whether an awaited rank shares memory: a running rank then answers within microseconds.
   bool waits_for_memory() const;
   // The event that an unfinished call waits for: "rank 2 to send with tag 7; ...".

@@ -20,9 +20,10 @@ namespace netfold::engine {
 // An event that a thread above the engine should handle.
 struct AsyncEvent {
   enum class Kind : std::uint8_t {
-    unused = 0,   // a connection to `ranks[0]` is used that was not made yet
-    broken = 1,   // a connection to `ranks[0]` broke and can be reconnected
-    overdue = 2,  // an operation waits for `ranks`, longer than usual
+    unused = 0,       // a connection to `ranks[0]` is used that was not made yet
+    broken = 1,       // a connection to `ranks[0]` broke and can be reconnected
+    overdue = 2,      // an operation waits for `ranks`, longer than usual
+    unconnected = 3,  // a receive from any rank waits, and the idle connections to `ranks` were closed
   };
   Kind kind = Kind::broken;
   std::uint64_t group = 0;

@@ -226,6 +226,7 @@ class Group {
   bool updates_shares(const Operation& operation) const;
   bool can_start(const Operation& operation) const;
   void check_overdue(Operation& operation, std::int64_t now);
+  void ask_unconnected(std::int64_t now);
   void publish_traffic();
   void publish_status();
   // Publish the status, and add everything that can make progress to `set`.

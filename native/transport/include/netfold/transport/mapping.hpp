@@ -28,6 +28,9 @@ class Mapping {
     return map(bytes, MAP_SHARED | more_flags, fd);
   }
 
+  // Asks for huge pages, which fill few entries of the TLB. Where the machine gives none, nothing changes.
+  void advise_huge_pages() const { madvise(data_, bytes_, MADV_HUGEPAGE); }
+
   explicit operator bool() const { return data_ != nullptr; }
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
