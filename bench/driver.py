@@ -165,11 +165,12 @@ def cpu_seconds(pid: int | None) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-def run_cpp(sources: Iterable[Path], include: Path, *arguments: object) -> list[list[str]]:
+def run_cpp(sources: Iterable[Path], includes: Iterable[Path], *arguments: object) -> list[list[str]]:
     """Compile a C++ program, run it, and return the words of each line that it prints."""
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
         program = f"{folder}/program"
-        command = ["c++", "-std=c++20", "-O2", f"-I{include}", *map(str, sources), "-ldl", "-o", program]
+        flags = ["-std=c++20", "-O2", *(f"-I{each}" for each in includes)]
+        command = ["c++", *flags, *map(str, sources), "-ldl", "-o", program]
         subprocess.run(command, check=True)
         done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True)
     return [line.split() for line in done.stdout.splitlines()]

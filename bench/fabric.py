@@ -100,10 +100,9 @@ def ping_pongs(provider: str, rounds: int) -> dict[int, list[tuple[float, float]
     transport = HERE.parent / "native" / "transport"
     sources = [path for path in (transport / "fabric").glob("*.cpp") if path.name != "libfabric_stub.cpp"]
     sources += [HERE / "fabric_ping_pong.cpp", transport / "socket.cpp"]
+    includes = [transport.parent / folder / "include" for folder in ("transport", "auth")]
     found: dict[int, list[tuple[float, float]]] = {}
-    for size, stream_us, plain_us in driver.run_cpp(
-        sources, transport / "include", provider, rounds, *itertools.chain(*PING_PONGS)
-    ):
+    for size, stream_us, plain_us in driver.run_cpp(sources, includes, provider, rounds, *itertools.chain(*PING_PONGS)):
         found.setdefault(int(size), []).append((float(stream_us), float(plain_us)))
     return found
 

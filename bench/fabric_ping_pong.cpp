@@ -27,6 +27,7 @@ namespace {
 
 constexpr const char* kAddress = "127.0.0.1";
 constexpr std::size_t kMostBytes = 64 << 20;
+constexpr std::size_t kRmaMinBytes = 64 << 10;  // as NETFOLD_RMA_MIN_BYTES is by default
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -71,7 +72,8 @@ class Plain {
     if (!injects) wait(sent_);
   }
   void post(std::size_t bytes) {
-    while (endpoint_->receive(memory_.data() + kMostBytes, bytes, descriptor(), &receiving_) != fabric::Endpoint::Taken::yes) {
+    while (endpoint_->receive(memory_.data() + kMostBytes, bytes, descriptor(), &receiving_) !=
+           fabric::Endpoint::Taken::yes) {
       make_progress();
     }
   }
@@ -103,19 +105,37 @@ class Plain {
   int received_ = 0;
 };
 
+// The connection beside the stream.
+class SocketPipe final : public netfold::transport::Pipe {
+ public:
+  explicit SocketPipe(int socket) : socket_(socket) {}
+  ~SocketPipe() override { close(socket_); }
+  Io send(std::span<const iovec> pieces) override {
+    const ssize_t sent = ::send(socket_, pieces[0].iov_base, pieces[0].iov_len, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return {.bytes = static_cast<std::size_t>(std::max<ssize_t>(sent, 0))};
+  }
+  Io receive(std::span<const iovec> pieces) override {
+    const ssize_t received = ::recv(socket_, pieces[0].iov_base, pieces[0].iov_len, MSG_DONTWAIT);
+    return {.bytes = static_cast<std::size_t>(std::max<ssize_t>(received, 0)), .closed = received == 0};
+  }
+  void wait_for(short, std::vector<pollfd>&) const override {}
+  bool hung_up() override { return false; }
+  std::size_t unconfirmed() const override { return 0; }
+
+ private:
+  int socket_;
+};
+
 class Piped {
  public:
   Piped(const std::string& provider, int socket) : memory_(2 * kMostBytes) {
     std::vector<std::unique_ptr<fabric::Endpoint>> rails;
     rails.push_back(fabric::open_endpoint(provider, kAddress, 0));
-    auto mux = std::make_shared<fabric::StreamMux>(std::move(rails));
-    auto* stream = mux->open(std::make_shared<fabric::Doorbell>(), 1);
-    auto params = mux->params(stream);
-    const std::vector<std::vector<std::byte>> names = {swap_names(socket, mux->names()[0])};
-    send_control(socket, &params, sizeof params);
-    receive_control(socket, &params, sizeof params);
-    mux->connect(stream, names, params);
-    pipe_ = std::make_unique<fabric::FabricPipe>(std::move(mux), stream);
+    auto lane = std::make_shared<fabric::FabricLane>();
+    lane->mux = std::make_shared<fabric::StreamMux>(std::move(rails));
+    lane->doorbell = std::make_shared<fabric::Doorbell>();
+    lane->rma_min_bytes = kRmaMinBytes;
+    pipe_ = std::make_unique<fabric::FabricPipe>(std::move(lane), 1, std::make_unique<SocketPipe>(socket));
   }
   // Large messages go as chunks do: by RMA from where they are into the posted buffer.
   void send(std::size_t bytes) {
@@ -168,7 +188,8 @@ double median_us(int messages, Round round) {
   return times[static_cast<std::size_t>(messages / 2)];
 }
 
-void play(int argc, char** argv, int socket, bool begins) {
+// socket: of set-up data. connection: beside the stream.
+void play(int argc, char** argv, int socket, int connection, bool begins) {
   cpu_set_t all;
   sched_getaffinity(0, sizeof all, &all);
   std::vector<std::size_t> cores;
@@ -180,7 +201,7 @@ void play(int argc, char** argv, int socket, bool begins) {
   CPU_SET(cores[begins ? 0 : 1 % cores.size()], &own);
   sched_setaffinity(0, sizeof own, &own);
   Plain plain(argv[1], socket);
-  Piped piped(argv[1], socket);
+  Piped piped(argv[1], connection);
   const int blocks = std::atoi(argv[2]);
   for (int given = 3; given + 1 < argc; given += 2) {
     const auto bytes = static_cast<std::size_t>(std::atoll(argv[given]));
@@ -231,9 +252,13 @@ void play(int argc, char** argv, int socket, bool begins) {
 int main(int argc, char** argv) {
   if (argc < 5) return 2;
   int sockets[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) != 0) return 1;
+  int connections[2];
+  for (int* pair : {sockets, connections}) {
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) != 0) return 1;
+  }
   const pid_t child = fork();
-  play(argc, argv, sockets[child == 0 ? 1 : 0], child != 0);
+  const int end = child == 0 ? 1 : 0;
+  play(argc, argv, sockets[end], connections[end], child != 0);
   if (child == 0) return 0;
   int status = 0;
   waitpid(child, &status, 0);

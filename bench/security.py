@@ -101,7 +101,7 @@ def mac_costs() -> list[list[str]]:
     auth = ROOT / "native/auth"
     sources = [ROOT / "bench/auth_cost.cpp", auth / "packet_authenticator.cpp", auth / "libcrypto.cpp"]
     rows = []
-    for size, *ns in driver.run_cpp(sources, auth / "include", *PACKETS):
+    for size, *ns in driver.run_cpp(sources, [auth / "include"], *PACKETS):
         middle, low, high = map(float, ns)
         rows.append([size, f"{middle:.0f} ({low:.0f} .. {high:.0f})", f"{middle / int(size):.3f}"])
     return rows

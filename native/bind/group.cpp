@@ -399,7 +399,6 @@ void bind_group(nb::module_& e) {
       "resumable: whether broken connections to other hosts may be reconnected.\n"
       "fabric: the StreamMux whose streams carry the bytes instead, or None.\n"
       "rma_min_bytes: the smallest chunk that is written to the peer's memory over the fabric, the same on all ranks; "
-      "0: "
-      "none is.");
+      "0: none is.");
   e.def("remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); }, Release());
 }

@@ -19,8 +19,8 @@ struct Offer {
 
 template <class Value>
 void append(std::vector<std::byte>& bytes, const Value& value) {
-  const auto raw = std::as_bytes(std::span(&value, 1));
-  bytes.insert(bytes.end(), raw.begin(), raw.end());
+  bytes.resize(bytes.size() + sizeof value);
+  std::memcpy(bytes.data() + bytes.size() - sizeof value, &value, sizeof value);
 }
 
 // Takes a value from the front. False: the bytes end before it does.
@@ -44,7 +44,11 @@ StreamMux::StreamMux(std::vector<std::unique_ptr<Endpoint>> rails)
       cache_(*state_.rails.front()),
       peers_(state_.rails.size()),
       wake_timer_(make_timer()),
-      pid_(getpid()) {}
+      pid_(getpid()) {
+  // Memory that cannot be registered is an error at the start of a job, not at its first operation.
+  const Mapping memory = map_buffers(slab_bytes(kMaxWindow));
+  register_buffers(memory);
+}
 
 StreamMux::~StreamMux() {
   if (pid_ == getpid()) {
@@ -101,19 +105,29 @@ Slab* StreamMux::take_slab() {
   }
 }
 
+Mapping StreamMux::map_buffers(std::size_t bytes) {
+  Mapping memory = Mapping::anonymous(bytes);
+  if (!memory) throw Error("no memory for the buffers of a fabric: " + std::to_string(bytes) + " bytes");
+  return memory;
+}
+
+std::vector<std::unique_ptr<Registration>> StreamMux::register_buffers(const Mapping& memory) {
+  std::vector<std::unique_ptr<Registration>> by_rail;
+  if (!limits().needs_registration) return by_rail;
+  for (const auto& rail : state_.rails) {
+    by_rail.push_back(rail->register_memory(memory.data(), memory.bytes(), Access::messages));
+  }
+  return by_rail;
+}
+
 Slab* StreamMux::make_slab(std::uint32_t window) {
   auto slab = std::make_unique<Slab>();
   const std::size_t segment_bytes = state_.segment_bytes;
   const std::size_t incoming = window * rails();
   const std::size_t bytes = slab_bytes(window);
   slab->window = window;
-  slab->memory = Mapping::anonymous(bytes);
-  if (!slab->memory) throw Error("no memory for the buffers of a fabric: " + std::to_string(bytes) + " bytes");
-  if (limits().needs_registration) {
-    for (const auto& rail : state_.rails) {
-      slab->registrations.push_back(rail->register_memory(slab->memory.data(), bytes, Access::messages));
-    }
-  }
+  slab->memory = map_buffers(bytes);
+  slab->registrations = register_buffers(slab->memory);
   std::byte* next = slab->memory.data();
   slab->send_buffers.resize(window + 2);
   for (std::size_t i = 0; i < slab->send_buffers.size(); ++i) {

@@ -54,7 +54,8 @@ class Pipe {
   // the descriptors of `wait_to_flush` wake a thread that can continue.
   virtual bool flush() { return true; }
   virtual void wait_to_flush(std::vector<pollfd>&) {}
-  // Whether there is or was a connection, or the attempt to make one. A pipe without one makes it when it is used: by `send`, `receive`, `hung_up`.
+  // Whether there is or was a connection, or the attempt to make one. A pipe without one makes it when it is used: by
+  // `send`, `receive`, `hung_up`.
   virtual bool was_connected() const { return true; }
   // Whether bytes that were taken from the caller have not left this process; closing the pipe would lose them.
   virtual bool has_unsent() { return false; }

@@ -85,7 +85,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   };
   using Counters = MuxCounters;
 
-  // rails: endpoints of one provider. One mux belongs to one process.
+  // rails: endpoints of one provider. One mux belongs to one process. Throws Error where a stream's buffers could not be
+  // registered.
   explicit StreamMux(std::vector<std::unique_ptr<Endpoint>> rails);
   ~StreamMux();
   StreamMux(const StreamMux&) = delete;
@@ -205,6 +206,9 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   }
   Slab* take_slab();
   Slab* make_slab(std::uint32_t window);
+  static Mapping map_buffers(std::size_t bytes);
+  // By rail; empty where the provider needs none.
+  std::vector<std::unique_ptr<Registration>> register_buffers(const Mapping& memory);
   // Adds what wakes the driver's thread for any of its streams.
   void sleep_on(Doorbell& doorbell, std::vector<pollfd>& fds, bool must_poll, bool must_probe);
   bool progress();
