@@ -72,7 +72,7 @@ def preview_transport(options: Options, store_host: str | None = None) -> tuple[
 
 
 class FabricTerms(NamedTuple):
-    """What the ranks of a group agree on before any of them opens a stream."""
+    """Agreed by the ranks of a group before any of them opens a stream."""
 
     port: Any
     rma_min_bytes: int
