@@ -25,7 +25,7 @@ from netfold.bootstrap.launchers import placement
 from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import outliving_store
 from netfold.elastic import Members
-from netfold.elastic.members import STORE_VARIABLE
+from netfold.elastic.members import STORE_VARIABLE, meeting_at_store
 from netfold.runs.metrics import read_metrics
 from netfold.torch.elastic import State, World
 from netfold.torch.elastic.world import agent_store
@@ -260,7 +260,7 @@ def fit_elastic(
         members = Members.from_environment(
             store=store,
             min_size=recipe.fault_tolerance.min_ranks,
-            max_size=placement().size,
+            max_size=placement(meeting_at_store(os.environ)).size,
             timeout_s=recipe.run.timeout_s,
             join_timeout_s=min(60.0, recipe.run.timeout_s),
         )
