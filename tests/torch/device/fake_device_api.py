@@ -32,7 +32,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -445,6 +445,12 @@ class FakeLayer:
         # A copy engine holds nothing: what it reads may be closed.
         to, source = _raw(to), _raw(source)
         stream.give(Copy(to, source))
+
+    def copy_all(self, stream: FakeStream, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        assert to
+        for target, source in zip(to, sources, strict=True):
+            assert target.nbytes == source.nbytes
+            self.copy(stream, target, source)
 
     def pinned(self, nbytes: int) -> Tensor:
         self.check_unsafe("cudaHostAlloc")

@@ -124,6 +124,9 @@ class DeviceApi(Protocol):
     def copy(self, stream: Any, to: Tensor, source: Tensor) -> None:
         """Copy between device and pinned memory, or on a device. Does not block the host."""
 
+    def copy_all(self, stream: Any, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Make several copies as `copy` does, in one call. Each source is as large as its target; at least one."""
+
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 of pinned host memory."""
 

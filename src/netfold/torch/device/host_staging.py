@@ -157,8 +157,7 @@ class HostStaging:
         regions = _regions(slot.memory, piece)
         left = None
         if piece.out:
-            for tensor in piece.out:
-                self._device_api.copy(self.out, regions[id(tensor)], tensor)
+            self._device_api.copy_all(self.out, [regions[id(tensor)] for tensor in piece.out], piece.out)
             left = self.out.record_event()
         for tensor in piece.back:
             self._written[bytes_of(tensor)] += 1
@@ -193,8 +192,7 @@ class HostStaging:
                 del self._written[place]
         passage.slot.free = None
         if back:
-            for tensor in back:
-                self._device_api.copy(self.back, tensor, passage.regions[id(tensor)])
+            self._device_api.copy_all(self.back, back, [passage.regions[id(tensor)] for tensor in back])
             passage.slot.free = self.back.record_event()
             self.in_use(back, passage.slot.free, self.back)
         self._slots.append(passage.slot)
