@@ -423,9 +423,8 @@ def launched(rank: int, size: int, folder: str, endpoint: str) -> tuple[float, i
     """Ranks 0 and 1 of a launcher; rank 0 dies, and rank 2 is its replacement, with the same variables."""
     if rank == 2:
         wait_for(folder, "rank 0 is gone")
-    os.environ.update(
-        RANK=str(rank % 2), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", NETFOLD_STORE=endpoint
-    )
+    # No MASTER_ADDR: ranks meet at the store.
+    os.environ.update(RANK=str(rank % 2), WORLD_SIZE="2", NETFOLD_STORE=endpoint)
     with Members.from_environment(options=QUIET, timeout_s=60, join_timeout_s=60) as members:
         job = Job(members, size_is(2, generation=3))
 

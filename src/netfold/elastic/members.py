@@ -43,6 +43,7 @@ from netfold.elastic.service import Service
 from netfold.elastic.standing import Standing
 from netfold.errors import GroupAborted, Mismatch, RendezvousError
 from netfold.options import Options
+from netfold.switch_protocol.control_messages import parse_endpoint
 
 STORE_VARIABLE = "NETFOLD_STORE"
 # Changes after failures in a row in which nobody is lost and no step is done. The cause is then no lost member.
@@ -158,8 +159,10 @@ class Members:
         come. Then `first` is None, and `generation` above 1.
 
         store: one that outlives ranks. Default: the one of `netfold store` that NETFOLD_STORE names; else rank 0's
-        process serves one, and when that process has ended, there are no newcomers any more.
+        process serves one, and when that process has ended, there are no newcomers any more. With NETFOLD_STORE, of a
+        launcher's variables only the rank and the number of ranks are needed.
         """
+        environment = meeting_at_store(environment)
         place = launchers.placement(environment)
         named = environment.get(STORE_VARIABLE)
         if store is None and named:
@@ -448,6 +451,19 @@ class Members:
         # Ranks of generations that this process has not seen cannot be told.
         places = {text: rank for rank, text in enumerate(before)}
         return self._go_on(before, [places.get(each, -1) for each in welcome.handles], {}, None, is_member=False)
+
+
+def meeting_at_store(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """A launcher's variables; where NETFOLD_STORE is set and no MASTER_ADDR, the ranks meet at that store.
+
+    It is reachable from every rank. A node's name in Slurm need not be a host's, and a rank that is started alone does
+    not know where rank 0 is. ValueError for no endpoint.
+    """
+    named = environment.get(STORE_VARIABLE)
+    if not named:
+        return environment
+    host, port = parse_endpoint(named, what=STORE_VARIABLE)
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **environment}
 
 
 def _loss_of(error: BaseException) -> Loss:

@@ -1,8 +1,8 @@
 """Train although ranks are lost and join: `[fault_tolerance] elastic = true`, over `netfold.elastic`.
 
-Each collective part of training is an attempt of `World`: loading a checkpoint, a step, an evaluation, the begin of a
-checkpoint. What comes next follows from the position (`_Position`), which is sent to a new rank with the weights. So
-all ranks agree on it, whatever was repeated.
+Each collective part of training is an attempt of `World`: loading a checkpoint, also to go back to it after a loss that
+is not finite, a step, an evaluation, the begin of a checkpoint. What comes next follows from the position
+(`_Position`), which is sent to a new rank with the weights. So all ranks agree on it, whatever was repeated.
 
 A step's samples stay those of a job that lost no rank (`training.scaling` = "strong"): the ranks that are left divide
 them. With "weak" every rank keeps its number of samples, and `schedule.reference_batch` lets the learning rate follow.
@@ -25,7 +25,7 @@ from netfold.bootstrap.launchers import placement
 from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import outliving_store
 from netfold.elastic import Members
-from netfold.elastic.members import STORE_VARIABLE
+from netfold.elastic.members import STORE_VARIABLE, meeting_at_store
 from netfold.runs.metrics import read_metrics
 from netfold.torch.elastic import State, World
 from netfold.torch.elastic.world import agent_store
@@ -69,16 +69,23 @@ class ElasticTrainer(Trainer):
         self.begun = self.stopping = self.finished = False
         self.write_failed = False
         """The checkpoint being written has failed on a rank."""
+        self.goes_back = ""
+        """The reason for which the newest checkpoint is to be loaded next; "": it is not."""
         self.evaluated = self.saved = 0
         """The newest steps that were evaluated, and of which a checkpoint is written or being written."""
         self.values: dict[str, float] = {}
         self._batches: Prefetcher | None = None
-        averages = {}
+        others: dict[str, Any] = {}
+        if self.update.scaler is not None:
+            others["scaler"] = self.update.scaler
         if self.update.ema is not None:
             # As parameters: a buffer would be copied in every step.
             kept = [each["average"] for each in self.update.ema.state.values()]
-            averages["ema"] = nn.ParameterList([nn.Parameter(each, requires_grad=False) for each in kept])
-        self.state = State(model=self.model.module, optimizer=self.optimizer, position=self.position, **averages)
+            others["ema"] = nn.ParameterList([nn.Parameter(each, requires_grad=False) for each in kept])
+        self.state = State(
+            model=self.model.module, optimizer=self.optimizer, position=self.position, non_finite=self._non_finite,
+            **others,
+        )  # fmt: skip
 
     def regroup(self) -> None:
         """Make the groups of the present generation, as the constructor has. Collective, also with constructors."""
@@ -157,6 +164,8 @@ class ElasticTrainer(Trainer):
             self._announce()
         if self._straggler is not None and self._straggler.is_due:
             return self._straggler.compare, self._found_straggler
+        if self.goes_back:
+            return self._go_back_here, self._tell_back
         if self.write_failed:
             return self._settle, lambda _: None
         ends = self.stopping or self.step >= self.steps
@@ -182,6 +191,16 @@ class ElasticTrainer(Trainer):
         # After the vote: this is not undone.
         self.stopping, self.write_failed = bool(result.stop), bool(result.checkpoint_failed)
         return result
+
+    def _go_back(self, problem: str) -> None:
+        # Loading is collective, and this step's vote has passed.
+        self.goes_back = problem
+
+    def _go_back_here(self) -> str:
+        problem = self.goes_back
+        self._load_back(problem)
+        self.goes_back, self.saved, self.evaluated = "", self.step, min(self.evaluated, self.step)
+        return problem
 
     def _evaluate_here(self) -> Any:
         found = self._evaluated()
@@ -230,7 +249,9 @@ class ElasticTrainer(Trainer):
 class _Position:
     """The progress of a job: a part of each rank's state."""
 
-    _NAMES = ("step", "samples", "begun", "stopping", "finished", "write_failed", "evaluated", "saved", "values")
+    _NAMES = (
+        "step", "samples", "begun", "stopping", "finished", "write_failed", "goes_back", "evaluated", "saved", "values",
+    )  # fmt: skip
 
     def __init__(self, trainer: ElasticTrainer) -> None:
         self._trainer = trainer
@@ -260,7 +281,7 @@ def fit_elastic(
         members = Members.from_environment(
             store=store,
             min_size=recipe.fault_tolerance.min_ranks,
-            max_size=placement().size,
+            max_size=placement(meeting_at_store(os.environ)).size,
             timeout_s=recipe.run.timeout_s,
             join_timeout_s=min(60.0, recipe.run.timeout_s),
         )

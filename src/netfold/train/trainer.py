@@ -355,19 +355,29 @@ class Trainer:
         if self._non_finite.bad(step, problem) == "skip":
             self._note("warning", f"{problem}; the step is left out (fault_tolerance.non_finite)")
             return True
-        position = self.recovery.back() if self.recovery is not None else None
-        if position is None:
-            raise NonFiniteError(f"{problem}; there is no checkpoint yet to go back to (checkpoint.every)")
         # Weights go back, but the data continues after the bad batch, which would cause the same again (as in PaLM,
         # Chowdhery 2022, section 5.1).
         self.samples += samples
+        self._go_back(problem)
+        return False
+
+    def _go_back(self, problem: str) -> None:
+        """Continue with the weights of the newest checkpoint. Collective over the world."""
+        self._load_back(problem)
+        self._tell_back(problem)
+
+    def _load_back(self, problem: str) -> None:
+        position = self.recovery.back() if self.recovery is not None else None
+        if position is None:
+            raise NonFiniteError(f"{problem}; there is no checkpoint yet to go back to (checkpoint.every)")
+        self.step = position.step
+
+    def _tell_back(self, problem: str) -> None:
         self._note(
             "warning",
-            f"{problem}; training goes back to the weights of step {position.step}, and continues with sample "
+            f"{problem}; training goes back to the weights of step {self.step}, and continues with sample "
             f"{self.samples} of the data",
         )
-        self.step = position.step
-        return False
 
     def _save(self) -> None:
         if self.recovery is not None:

@@ -57,8 +57,8 @@ def on_devices(
             made.shutdown()
 
     outcomes = run_threads(enter, size, timeout_s=60.0)
-    misplaced = [each for device_api in layers for each in device_api.misplaced]
-    assert not misplaced, f"a context on another device: {misplaced[0]}"
+    faults = [each for device_api in layers for each in (*device_api.faults, *device_api.unkept())]
+    assert not faults, f"{len(faults)} calls break a rule of CUDA's, the first: {faults[0]}"
     if not any(outcome.error for outcome in outcomes):
         cut_off = [each for among in host.communicators for each in among.cut_off]
         assert not cut_off, f"NCCL was ended under what was still under way: {cut_off[0]}"

@@ -5,10 +5,22 @@ not wait for its event then finds the old values. `early`: every action runs at 
 that are still needed. A number seeds a mixture. Memory is the CPU's; a list says which tensors are a device's. Ranks
 are threads of one process, and a rank's device is its device_api.
 
-Two rules of CUDA that cost a job dearly are checked at each call. No thread may call while its current device is not
-the tensor's: a thread has none until it chooses one (in CUDA it has device 0, and its first call makes a context
-there). And a call that CUDA calls unsafe ends any capture in the global mode, the default, unless the calling thread is
-in the relaxed mode.
+Rules of CUDA and torch that cost a job dearly are checked at each call. `on_devices` fails for `FakeLayer.faults`.
+
+- Devices: no thread may call while its current device is not the tensor's. A thread has none until it chooses one (in
+  CUDA it has device 0, and its first call makes a context there).
+- Captures: a call that CUDA calls unsafe ends any capture in the global mode, the default, unless the calling thread is
+  in the relaxed mode. In any mode, no thread may add work to a captured stream or query an event recorded in it, or use
+  the legacy default stream while a blocking stream is captured.
+- The legacy default stream: netfold's own threads must not use it. It waits for all blocking streams, the user's among
+  them, and may stand at a gate that only the calling thread can open.
+- The caching allocator: memory belongs to the stream in which it was allocated. Another stream may use it only after
+  `keep` (record_stream): else the memory may be another tensor's while that stream still uses it.
+- Exported memory: exporting and closing may block the host until the thread's current stream is done.
+- Streams: `pool` streams are handed out in turn, as torch's. Two new streams, or a new one and the user's, may be one.
+
+An event exists only once it was recorded, and is never recorded again: the device API has no other events. So the rules
+about such events (a query says done, a wait does nothing, a time is an error) cannot be broken.
 """
 
 from __future__ import annotations
@@ -20,7 +32,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +53,14 @@ class FakeEvent:
     def __init__(self, stream: FakeStream, position: int) -> None:
         self.stream = stream
         self.position = position
+        self.captured = stream.is_captured()
         self._looks = 2
 
     def query(self) -> bool:
         device_api = self.stream.device_api
         device_api.check_unsafe("cudaEventQuery", self.stream.device)
+        if self.captured:
+            device_api.lose_capture("a query of an event in the captured stream")
         with device_api.lock:
             if self.stream.done >= self.position:
                 return True
@@ -67,7 +82,16 @@ class FakeStream:
         self.to_do: collections.deque[Any] = collections.deque()
         self.given = self.done = 0
 
+    @property
+    def is_legacy(self) -> bool:
+        return self.name.startswith("default")
+
+    def is_captured(self) -> bool:
+        capture = self.device_api.capturing
+        return capture is not None and capture.stream is self
+
     def give(self, work: Any) -> None:
+        self.device_api.check_stream(self)
         with self.device_api.lock:
             self.to_do.append(work)
             self.given += 1
@@ -75,6 +99,7 @@ class FakeStream:
 
     def record_event(self) -> FakeEvent:
         self.device_api.check_device("cudaEventRecord", self.device)
+        self.device_api.check_stream(self)
         with self.device_api.lock:
             return FakeEvent(self, self.given)
 
@@ -140,10 +165,14 @@ class FakeFuture(torch.futures.Future[Any]):
         child = FakeFuture(self.device_api, self)
 
         def run(done: Any) -> None:
-            try:
-                child.set_result(callback(done))
-            except Exception as error:
-                child.set_exception(error)
+            # torch runs callbacks in a stream of their own, which waits for the result.
+            with self.device_api.using(self.device_api.make_stream("of a callback")) as stream:
+                if self.event is not None:
+                    stream.give(self.event)
+                try:
+                    child.set_result(callback(done))
+                except Exception as error:
+                    child.set_exception(error)
 
         super().then(run)
         return child
@@ -189,11 +218,13 @@ class Export:
 
 
 class Capture:
-    """A graph that a thread captures."""
+    """A graph that a thread captures. blocking: its stream waits for the legacy default stream (cudaStreamDefault)."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, stream: FakeStream, *, blocking: bool) -> None:
         self.thread = threading.get_ident()
         self.mode = mode
+        self.stream = stream
+        self.blocking = blocking
         self.lost = ""
 
 
@@ -220,14 +251,18 @@ class FakeLayer:
         self.registrations = 0
         self.has_gates = True  # streams can wait for a word of memory
         self.gates: list[FakeGate] = []
-        self.misplaced: list[str] = []  # calls from threads whose current device was another one
-        self.used: set[tuple[int, str]] = set()
-        self.kept: set[tuple[int, str]] = set()
+        self.faults: list[str] = []  # calls that break a rule
+        self.pool = 0  # the number of streams that `new_stream` hands out in turn; 0: each is a new one
+        self._pooled: list[FakeStream] = []
+        self._turn = 0
+        # (memory, stream): uses, and uses that are allowed.
+        self._used: set[tuple[int, str]] = set()
+        self._kept: set[tuple[int, str]] = set()
         self._random = random.Random(order)
         self._memory: dict[int, Tensor] = {}
         self._streams: list[FakeStream] = []
         self._own = threading.local()
-        self._default = self._make_stream()
+        self._default = self.make_stream("default")
 
     # --- what tests do ---------------------------------------------------------------------------------------------
 
@@ -235,6 +270,7 @@ class FakeLayer:
         """Memory on the device, which holds `values` from the start."""
         made = values.clone()
         self._memory[made.untyped_storage().data_ptr()] = made
+        self.keep(made, self.current_stream(self.device))
         return made
 
     def compute(self, work: Callable[[], Any]) -> None:
@@ -242,14 +278,29 @@ class FakeLayer:
         self._launch(self.current_stream(self.device), work)
 
     @contextlib.contextmanager
-    def capture(self, mode: str = "global") -> Iterator[Capture]:
-        """A capture by the calling thread; an unsafe call that it forbids ends it, which is an error at its end."""
-        found = self.capturing = Capture(mode)
-        try:
-            yield found
-        finally:
-            self.capturing = None
+    def capture(self, mode: str = "global", *, blocking: bool = False) -> Iterator[Capture]:
+        """A capture by the calling thread; a call that it forbids ends it, which is an error at its end."""
+        with self.using(self.make_stream("captured")) as stream:
+            found = self.capturing = Capture(mode, stream, blocking=blocking)
+            try:
+                yield found
+            finally:
+                self.capturing = None
         assert not found.lost, f"the capture was ended by {found.lost}"
+
+    @contextlib.contextmanager
+    def using(self, stream: FakeStream) -> Iterator[FakeStream]:
+        """Make `stream` the calling thread's current stream."""
+        before = self.current_stream(self.device)
+        self._own.stream = stream
+        try:
+            yield stream
+        finally:
+            self._own.stream = before
+
+    def unkept(self) -> list[str]:
+        """Uses of memory after which the allocator could give it to another tensor too early."""
+        return [f"memory {place:#x} in {stream}, without keep" for place, stream in sorted(self._used - self._kept)]
 
     def synchronize(self) -> None:
         with self.lock:
@@ -258,12 +309,17 @@ class FakeLayer:
 
     def value(self, tensor: Tensor) -> Tensor:
         """The values that the caller's stream would read, as by `tensor.cpu()`."""
+        self._synchronize_current()
+        return tensor.clone()
+
+    def _synchronize_current(self) -> None:
+        """cudaStreamSynchronize of the calling thread's current stream."""
         stream = self.current_stream(self.device)
         give_up = time.monotonic() + seconds(20)
         while True:  # others' kernels may be waited for
             with self.lock:
                 if self.force(stream, stream.given):
-                    return tensor.clone()
+                    return
             assert time.monotonic() < give_up, "a kernel waits for another rank's for ever"
             time.sleep(0.0005)
 
@@ -282,7 +338,7 @@ class FakeLayer:
         return [f"FAKE-{number:04}" for number in range(4) if number not in self.hidden]
 
     def enter(self, device: torch.device) -> None:
-        self._own.device, self._own.mode = device, "relaxed"
+        self._own.device, self._own.mode, self._own.is_netfolds = device, "relaxed", True
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -304,8 +360,28 @@ class FakeLayer:
         """AssertionError where the calling thread's current device is not the one that the call is for."""
         device = device or self.device
         if self.current_device() != device:
-            self.misplaced.append(f"{call} for {device} on a thread whose current device is {self._named()}")
-            raise AssertionError(self.misplaced[-1])
+            self.fault(f"{call} for {device} on a thread whose current device is {self._named()}")
+
+    def check_stream(self, stream: FakeStream) -> None:
+        """AssertionError, or RuntimeError of a capture, where the calling thread may not use the stream."""
+        if stream.is_legacy and getattr(self._own, "is_netfolds", False):
+            self.fault(f"{threading.current_thread().name} uses the legacy default stream")
+        capture = self.capturing
+        if capture is None:
+            return
+        if stream is capture.stream and capture.thread != threading.get_ident():
+            self.lose_capture(f"work of {threading.current_thread().name} in the captured stream")
+        if stream.is_legacy and capture.blocking:
+            self.lose_capture(f"the legacy stream's use by {threading.current_thread().name}")
+
+    def lose_capture(self, how: str) -> None:
+        if self.capturing is not None:
+            self.capturing.lost = how
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {how}")
+
+    def fault(self, what: str) -> None:
+        self.faults.append(what)
+        raise AssertionError(what)
 
     def check_unsafe(self, call: str, device: torch.device | None = None) -> None:
         """RuntimeError, and no capture, where another thread captures, or the calling one, and forbids the call."""
@@ -314,8 +390,7 @@ class FakeLayer:
         if capture is None or self._mode() == "relaxed" or capture.mode == "relaxed":
             return
         if capture.mode == "global" or capture.thread == threading.get_ident():
-            capture.lost = f"{call} of {threading.current_thread().name}"
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {call}")
+            self.lose_capture(f"{call} of {threading.current_thread().name}")
 
     def _named(self) -> str:
         return str(self.current_device() or "not chosen")
@@ -338,26 +413,27 @@ class FakeLayer:
 
     def new_stream(self, device: torch.device) -> FakeStream:
         self.check_unsafe("cudaStreamCreate")
-        return self._make_stream()
+        if not self.pool:
+            return self.make_stream()
+        if len(self._pooled) < self.pool:
+            self._pooled.append(self.make_stream("of the pool"))
+        self._turn += 1
+        return self._pooled[self._turn % len(self._pooled)]
 
-    def _make_stream(self) -> FakeStream:
-        stream = FakeStream(self, f"stream {len(self._streams)}")
+    def make_stream(self, what: str = "stream") -> FakeStream:
+        stream = FakeStream(self, f"{what} {len(self._streams)}")
         self._streams.append(stream)
         return stream
 
     def launch(self, stream: FakeStream, work: Callable[[], Any]) -> None:
         self.check_device("cudaLaunchKernel")
+        self.use(stream, *_captured_tensors(work))
         self._launch(stream, work)
 
     def _launch(self, stream: FakeStream, work: Callable[[], Any]) -> None:
         def run() -> None:
-            outer = self.current_stream(self.device)
-            self._own.stream = stream
-            try:
-                with torch.no_grad():
-                    work()
-            finally:
-                self._own.stream = outer
+            with self.using(stream), torch.no_grad():
+                work()
 
         stream.give(run)
 
@@ -365,13 +441,16 @@ class FakeLayer:
         self.check_device("cudaMemcpyAsync")
         if self.broken:
             raise RuntimeError(self.broken)
-        for tensor in (to, source):
-            place = tensor.untyped_storage().data_ptr()
-            if place in self._memory:
-                self.used.add((place, stream.name))
+        self.use(stream, to, source)
         # A copy engine holds nothing: what it reads may be closed.
         to, source = _raw(to), _raw(source)
         stream.give(Copy(to, source))
+
+    def copy_all(self, stream: FakeStream, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        assert to
+        for target, source in zip(to, sources, strict=True):
+            assert target.nbytes == source.nbytes
+            self.copy(stream, target, source)
 
     def pinned(self, nbytes: int) -> Tensor:
         self.check_unsafe("cudaHostAlloc")
@@ -413,10 +492,19 @@ class FakeLayer:
         return held
 
     def keep(self, tensor: Tensor, stream: FakeStream) -> None:
-        self.kept.add((tensor.untyped_storage().data_ptr(), stream.name))
+        self._kept.add((tensor.untyped_storage().data_ptr(), stream.name))
 
-    def export(self, tensor: Tensor) -> dict[str, Any]:
+    def use(self, stream: FakeStream, *tensors: Tensor) -> None:
+        """Note that the stream's work uses the tensors' memory, where it is this device's."""
+        for tensor in tensors:
+            place = tensor.untyped_storage().data_ptr()
+            if tensor.nbytes and place in self._memory:
+                self._used.add((place, stream.name))
+
+    def export(self, stream: FakeStream, tensor: Tensor) -> dict[str, Any]:
         self.check_unsafe("cudaIpcGetMemHandle")
+        with self.using(stream):
+            self._synchronize_current()  # torch does after 1000 exports, and always on ROCm
         with self.host.lock:
             self.host.exported.append(Export(_raw(tensor)))
             return {"number": len(self.host.exported) - 1}
@@ -426,8 +514,19 @@ class FakeLayer:
         if self.refuses:
             raise RuntimeError(self.refuses)
         opened = _raw(self.host.exported[handle["number"]].memory)
-        weakref.finalize(opened, self.decline, handle, device).atexit = False
+        weakref.finalize(opened, self._close_one, handle, device).atexit = False
         return opened
+
+    def close(self, stream: FakeStream, windows: list[Tensor]) -> None:
+        self.check_unsafe("cudaIpcCloseMemHandle")
+        with self.using(stream):
+            windows.clear()
+
+    def _close_one(self, handle: dict[str, Any], device: torch.device) -> None:
+        """Close an opened window, as the end of torch's tensor does."""
+        self.check_stream(self.current_stream(self.device))
+        self._synchronize_current()
+        self.decline(handle, device)
 
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:
         self.host.exported[handle["number"]].users -= 1
@@ -445,6 +544,8 @@ class FakeLayer:
 
     def resolve(self, stream: FakeStream, future: Any, value: Any) -> None:
         self.check_device("cudaEventRecord")
+        if self.broken:
+            raise RuntimeError(self.broken)
         future.event = stream.record_event()
         future.set_result(value)
 
@@ -519,6 +620,7 @@ class FakeNccl:
         self, stream: FakeStream, output: Tensor, source: Tensor, run: Callable[[list[Tensor]], Any], *, gathers: bool
     ) -> None:
         self._device_api.check_device("ncclCollective")
+        self._device_api.use(stream, output, source)
         _check_nccl_dtype(output)
         among, rank = self._among, self._rank
         with among.lock:
@@ -568,3 +670,16 @@ def _check_nccl_dtype(tensor: Tensor) -> None:
     """TypeError as ProcessGroupNCCL's, for what has no ncclDataType_t."""
     if tensor.dtype in (torch.int16, torch.complex64, torch.complex128):
         raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+
+
+def _captured_tensors(work: Callable[[], Any]) -> list[Tensor]:
+    """The dense tensors in a function's closure."""
+    values = [cell.cell_contents for cell in getattr(work, "__closure__", None) or ()]
+    found = []
+    while values:
+        value = values.pop()
+        if isinstance(value, list | tuple):
+            values.extend(value)
+        elif isinstance(value, torch.Tensor) and not value.is_sparse:
+            found.append(value)
+    return found

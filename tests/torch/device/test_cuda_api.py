@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import os
 import threading
@@ -248,6 +249,50 @@ def test_without_a_driver_library_the_capture_mode_does_not_change(monkeypatch: 
     finally:
         for cached in caches:
             cached.cache_clear()
+
+
+def test_several_copies_are_one_call_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: streams.append(stream) or contextlib.nullcontext())
+    to = [torch.zeros(count, dtype=torch.uint8) for count in (3, 0, 5)]
+    sources = [torch.full((count,), 7 + count, dtype=torch.uint8) for count in (3, 0, 5)]
+    CudaApi().copy_all("netfold's", to, sources)  # type: ignore[arg-type]
+    assert [each.tolist() for each in to] == [[10] * 3, [], [12] * 5] and streams == ["netfold's"]
+
+
+class Storage:
+    """A storage whose memory is exported, and an opened one: in which stream torch's calls come."""
+
+    def __init__(self, calls: list[Any], current: list[Any]) -> None:
+        self._calls, self._current = calls, current
+
+    def untyped_storage(self) -> Storage:
+        return self
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        self._calls.append(("share", self._current[-1]))
+        return (0, b"handle", 8, 0, b"counter", 0, b"event", True)
+
+    def __del__(self) -> None:
+        self._calls.append(("end", self._current[-1]))
+
+
+def test_memory_is_exported_and_closed_in_the_given_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may synchronise the current stream, which a thread of netfold shares with the user's default stream."""
+    calls: list[Any] = []
+    current: list[Any] = ["the default"]
+
+    @contextlib.contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        current.append(given)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    windows = [Storage(calls, current)]
+    assert CudaApi().export("netfold's", windows[0])["handle"] == b"handle"  # type: ignore[arg-type]
+    CudaApi().close("netfold's", windows)  # type: ignore[arg-type]
+    assert calls == [("share", "netfold's"), ("end", "netfold's")] and not windows
 
 
 class Nccl:

@@ -401,3 +401,32 @@ def test_a_kernel_that_waits_for_a_failed_rank_is_aborted_long_before_the_deadli
 def test_a_finished_rank_that_leaves_does_not_end_operations_that_other_ranks_wait_for(intra_host: str) -> None:
     for _ in range(5):
         values(on_devices(leaves_at_once, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))
+
+
+def fails_before_a_future_resolves(group: Any, device_api: Any) -> list[str]:
+    """The operation is done, and the device fails before an event of its result is recorded."""
+    other, original = 1 - group.rank(), device_api.resolve
+
+    def resolve(*of: Any) -> None:
+        device_api.broken = "an uncorrectable ECC error"
+        original(*of)
+
+    tensor, came = device_api.tensor(distinct(group.rank(), 100)), device_api.tensor(torch.zeros(100))
+    work, receive = group.allreduce([tensor], reduce_options()), group.recv([came], other, 1)
+    group.send([tensor], other, 1).wait()
+    for each in (work, receive):
+        each.wait()
+    device_api.resolve = resolve
+    said = []
+    for each in (work, receive):
+        with pytest.raises(Exception, match="the result on cuda") as raised:
+            each.get_future().wait()
+        said.append(str(raised.value))
+        device_api.broken = ""
+    return said
+
+
+def test_a_future_raises_if_the_device_fails_before_it_resolves() -> None:
+    """It never resolved, and its callbacks and waiting threads waited for ever."""
+    for rank, said in enumerate(values(on_devices(fails_before_a_future_resolves, 2, **OFF))):
+        assert all(f"rank {rank}: the result on cuda:{rank} is lost: an uncorrectable" in each for each in said), said

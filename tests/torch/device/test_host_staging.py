@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -80,12 +81,29 @@ def every_collective(group: Any, device_api: Any) -> None:
     assert torch.equal(rest.pop(0), distinct(0, COUNT) + 3 * rank)
     for each in range(size):
         assert torch.equal(rest.pop(0), distinct(each, COUNT)[: 7 * rank + 1000 * each] + rank), each
-    assert device_api.used <= device_api.kept, "memory that the allocator could reuse while it is read"
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_collective_is_ordered_by_streams_and_events(order: Any) -> None:
     values(on_devices(every_collective, SIZE, order, **SMALL))
+
+
+def pools(device_api: Any, streams: int) -> None:
+    """torch's streams: netfold's may be one, and the user's, too. There are no gates without streams of netfold's."""
+    device_api.pool, device_api.has_gates = streams, False
+
+
+def in_a_pooled_stream(group: Any, device_api: Any) -> None:
+    with device_api.on(device_api.device):
+        stream = device_api.new_stream(device_api.device)
+    with device_api.using(stream):
+        every_collective(group, device_api)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_streams_that_are_the_same_one_keep_the_order(streams: int, order: Any) -> None:
+    values(on_devices(in_a_pooled_stream, SIZE, order, before=lambda api: pools(api, streams), **SMALL))
 
 
 def again_and_again(group: Any, device_api: Any) -> list[float]:
@@ -161,6 +179,31 @@ def test_calls_wait_for_each_other_only_where_their_bytes_overlap(order: Any) ->
     """DDP's buckets and FSDP's parameters are views of one storage."""
     for apart, _ in values(on_devices(on_one_storage, SIZE, order, **SMALL)):
         assert apart == 0
+
+
+def reduces_one_tensor_again(group: Any, device_api: Any) -> list[int]:
+    """The waits for events that each of ten calls on the same memory adds to the streams, as DDP's buckets are."""
+    tensor, found = device_api.tensor(torch.zeros(COUNT)), []
+    group.allreduce([tensor], reduce_options()).wait()
+    staged, waits = group.devices._paths.staged, [0]
+    wait_event = staged.out.wait_event
+
+    def counted(event: Any) -> None:
+        waits[0] += 1
+        wait_event(event)
+
+    staged.out.wait_event = counted
+    for _ in range(10):
+        found.append(waits[0])
+        group.allreduce([tensor], reduce_options()).wait()
+    assert len(staged._landing) == 1
+    return [after - before for before, after in itertools.pairwise(found)]
+
+
+def test_a_call_waits_for_no_more_events_the_more_calls_came_before_it() -> None:
+    """Each call's last chunk left the earlier call's range in the list: up to 256 waits in each of two streams."""
+    for waits in values(on_devices(reduces_one_tensor_again, 2, "late", **SMALL)):
+        assert len(set(waits)) == 1, waits
 
 
 def shares_slots(group: Any, device_api: Any) -> tuple[int, str]:

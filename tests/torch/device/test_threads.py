@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any
@@ -51,7 +52,7 @@ def test_every_thread_makes_the_tensors_device_current_before_it_calls(intra_hos
     values(on_devices(use_everything, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
 
-def capture_while_works_go_on(group: Any, device_api: Any) -> None:
+def capture_while_works_go_on(group: Any, device_api: Any, *, blocking: bool) -> None:
     """The group's threads query events and pin memory while this thread captures, and so does `is_completed`."""
     other = 1 - group.rank()
     tensor, came = device_api.tensor(distinct(group.rank(), COUNT)), device_api.tensor(torch.zeros(9000))
@@ -61,7 +62,7 @@ def capture_while_works_go_on(group: Any, device_api: Any) -> None:
         group.send([device_api.tensor(torch.full((9000,), 1.0 + group.rank()))], other, 0),
         group.allreduce([tensor], reduce_options()),
     ]
-    with device_api.capture():
+    with device_api.capture(blocking=blocking):
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < give_up
             time.sleep(0.001)
@@ -71,10 +72,12 @@ def capture_while_works_go_on(group: Any, device_api: Any) -> None:
     assert torch.equal(device_api.value(tensor), distinct(0, COUNT) + distinct(1, COUNT))
 
 
+@pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
-def test_works_under_way_end_no_capture_of_another_thread(intra_host: str) -> None:
+def test_works_under_way_end_no_capture_of_another_thread(intra_host: str, blocking: bool) -> None:
     """The driver's query of an event ended a capture in the default mode, and the group with it."""
-    values(on_devices(capture_while_works_go_on, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))
+    act = functools.partial(capture_while_works_go_on, blocking=blocking)
+    values(on_devices(act, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))
 
 
 def unsafe_call(group: Any, device_api: Any) -> str:
@@ -103,3 +106,35 @@ def unsafe_call(group: Any, device_api: Any) -> str:
 def test_the_fake_device_api_ends_a_capture_for_an_unsafe_call() -> None:
     (said,) = values(on_devices(unsafe_call, 1, **OFF))
     assert "not permitted when stream is capturing" in said
+
+
+def uses_a_captured_stream(group: Any, device_api: Any) -> list[str]:
+    """Calls of another thread, of which each ends the capture, whatever the mode."""
+    said: list[str] = []
+
+    def add_work(stream: Any) -> None:
+        device_api.enter(device_api.device)
+        try:
+            device_api.copy(stream, torch.zeros(1), torch.zeros(1))
+        except RuntimeError as error:
+            said.append(str(error))
+
+    for legacy in (False, True):
+        with (
+            pytest.raises(AssertionError, match="the capture was ended by"),
+            device_api.capture("relaxed", blocking=legacy) as capture,
+        ):
+            stream = device_api.make_stream("default too") if legacy else capture.stream
+            if legacy:
+                with pytest.raises(RuntimeError, match="the legacy stream's use"):
+                    stream.give(lambda: None)
+            else:
+                thread = threading.Thread(target=add_work, args=(stream,))
+                thread.start()
+                thread.join()
+    return said
+
+
+def test_the_fake_device_api_ends_a_capture_for_another_threads_work_and_for_the_legacy_stream() -> None:
+    (said,) = values(on_devices(uses_a_captured_stream, 1, **OFF))
+    assert len(said) == 1 and "in the captured stream" in said[0]

@@ -99,6 +99,11 @@ class CudaApi:
         with torch.cuda.stream(stream), torch.no_grad():
             to.copy_(source, non_blocking=True)
 
+    def copy_all(self, stream: torch.cuda.Stream, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        # One switch of the stream, and one call that makes the copies without the GIL.
+        with torch.cuda.stream(stream), torch.no_grad():
+            torch._foreach_copy_(list(to), list(sources), non_blocking=True)
+
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -116,12 +121,14 @@ class CudaApi:
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
 
-    def export(self, tensor: Tensor) -> dict[str, Any]:
+    def export(self, stream: torch.cuda.Stream, tensor: Tensor) -> dict[str, Any]:
         # torch's own calls, without pickle: a message from another process must be plain data. Each call makes a
         # counter in shared memory, with one user. Memory that is freed while a counter is not 0 goes to torch's list of
         # blocks still in use (CudaIPCSentDataLimbo in CudaIPCTypes.h).
         storage: Any = tensor.untyped_storage()
-        _, handle, nbytes, offset, counter, counter_offset, event, _ = storage._share_cuda_()
+        # torch records an event in the current stream, or synchronises the stream (on ROCm, and after 1000 exports).
+        with torch.cuda.stream(stream):
+            _, handle, nbytes, offset, counter, counter_offset, event, _ = storage._share_cuda_()
         return {
             "handle": handle,
             "bytes": nbytes,
@@ -146,6 +153,10 @@ class CudaApi:
             False,  # no event to wait for: the exporter's message says when the memory is ready
         )
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+    def close(self, stream: torch.cuda.Stream, windows: list[Tensor]) -> None:
+        with torch.cuda.stream(stream):  # the end of torch's storage synchronises the current stream
+            windows.clear()
 
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:
         counters: Any = torch.UntypedStorage

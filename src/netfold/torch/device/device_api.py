@@ -124,6 +124,9 @@ class DeviceApi(Protocol):
     def copy(self, stream: Any, to: Tensor, source: Tensor) -> None:
         """Copy between device and pinned memory, or on a device. Does not block the host."""
 
+    def copy_all(self, stream: Any, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Make several copies as `copy` does, in one call. Each source is as large as its target; at least one."""
+
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 of pinned host memory."""
 
@@ -139,9 +142,10 @@ class DeviceApi(Protocol):
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Keep the tensor's memory from reuse until the stream has run all work submitted so far."""
 
-    def export(self, tensor: Tensor) -> dict[str, Any]:
+    def export(self, stream: Any, tensor: Tensor) -> dict[str, Any]:
         """Export the tensor's memory to one other process. Returns the handle: numbers, strings and bytes.
 
+        The host may wait for the stream's work.
         The handle is a lease with one user. The allocator does not reuse the memory, even if the exporter frees it,
         until that process has closed or declined the lease.
         """
@@ -149,7 +153,15 @@ class DeviceApi(Protocol):
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
         """Open another process's memory for `device`: [as exported] u8. The exporter's device need not be visible.
 
-        The last reference to the tensor closes the lease. No kernel may read the memory then.
+        `close` closes the lease.
+        """
+
+    def close(self, stream: Any, windows: list[Tensor]) -> None:
+        """Clear `windows`, which has the last references to opened memory. No kernel may read that memory.
+
+        The host waits for the stream's work. Where another reference is dropped last, the host waits for the work of
+        the thread's current stream. In a thread of netfold this is the legacy default stream, which waits for the
+        user's streams; they may wait at a gate that only this thread opens.
         """
 
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:

@@ -262,13 +262,15 @@ class DeviceDriver:
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "
                 f"{self._paths.device}; a rank of a group uses one device"
             )
-        staged, intra_host = self._paths.staged, self._paths.intra_host
+        staged = self._paths.staged
         for call in job.calls:
-            if intra_host is not None and intra_host.takes(call):
+            path = self._paths.other_than_staged(call)
+            if path is not None:
                 staged.drain()
-                done = intra_host.run(call, [job.ready, staged.back.record_event()], job.deadline)
-                staged.in_use((*call.inputs, *call.outputs), done, intra_host.stream)
-                if intra_host.kernels_wait:
+                tensors = [*call.inputs, *call.outputs]
+                done = path.run(call, [job.ready, *staged.events_on(tensors)], job.deadline)
+                staged.in_use(tensors, done, path.stream)
+                if path.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()
                     self._awaited.append((job, done))

@@ -15,7 +15,8 @@ from netfold.torch.device.chunks import BLOCK_ELEMENTS
 
 Tensor = torch.Tensor
 
-_INFINITY_BITS = 0x7F800000
+# The bits of Inf. Those of NaN are greater.
+NON_FINITE_BITS = 0x7F800000
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -148, 128
 # Reserved exponents.
 _ALL_ZERO, _NON_FINITE = -(1 << 15), (1 << 15) - 1
@@ -43,7 +44,7 @@ def exponents(agreed: Tensor) -> Tensor:
     biased = agreed >> 23
     subnormal = torch.frexp(agreed.double()).exponent - 149
     found = torch.where(biased != 0, biased - 126, subnormal)
-    found = torch.where(agreed >= _INFINITY_BITS, _NON_FINITE, found)
+    found = torch.where(agreed >= NON_FINITE_BITS, _NON_FINITE, found)
     return torch.where(agreed == 0, _ALL_ZERO, found)
 
 
@@ -51,7 +52,7 @@ def quantise(values: Tensor, exponents: Tensor, headroom: int) -> Tensor:
     """[n] i32: `values`, [n] f32, in units of their blocks, rounded to nearest even."""
     scale = _power_of_two(-_units(exponents, headroom))
     parts = []
-    for rows, blocks in _with_blocks(values, exponents, scale):
+    for rows, blocks in rows_with_blocks(values, exponents, scale):
         plain = (rows.double() * blocks[1]).round()
         counts = rows.isposinf() * _PLUS + rows.isneginf() * _MINUS + rows.isnan() * (_PLUS + _MINUS)
         parts.append(torch.where(blocks[0] == _NON_FINITE, counts.double(), plain).to(torch.int32).reshape(-1))
@@ -62,7 +63,7 @@ def dequantise(integers: Tensor, exponents: Tensor, headroom: int) -> Tensor:
     """[n] f32: the numbers nearest to `integers`, [n] i32, of their blocks' units."""
     scale = _power_of_two(_units(exponents, headroom))
     parts = []
-    for rows, blocks in _with_blocks(integers, exponents, scale):
+    for rows, blocks in rows_with_blocks(integers, exponents, scale):
         plain = (rows.double() * blocks[1]).float()
         plus, minus = (rows & (_MINUS - 1)) != 0, (rows >> _COUNTER_BITS) != 0
         infinite = torch.where(plus, torch.inf, -torch.inf).masked_fill(plus == minus, torch.nan).float()
@@ -88,7 +89,8 @@ def _rows(flat: Tensor) -> list[Tensor]:
     return [rows for rows in found if rows.numel()]
 
 
-def _with_blocks(flat: Tensor, *of_blocks: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+def rows_with_blocks(flat: Tensor, *of_blocks: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the blocks of `flat` as rows, each time with the rows' elements of `of_blocks`, [rows, 1]."""
     at = 0
     for rows in _rows(flat):
         yield rows, [each[at : at + len(rows), None] for each in of_blocks]

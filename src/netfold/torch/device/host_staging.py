@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ class StagedChunk:
     call: Prepared
     chunk: Chunk
     slot: Slot
+    regions: dict[int, Tensor]  # of the slot, by the id of the chunk's tensors
     deadline: float
     left: Event | None
     returned: Callable[[Event], None] | None
@@ -106,12 +107,9 @@ class HostStaging:
             count = self._greatest(count, deadline)
         elif any(_overlap(bytes_of(tensor), each) for tensor in some for each in self._written):
             self.drain()
-        for landing in self._landing:
-            if any(_overlap(bytes_of(tensor), landing.bytes) for tensor in some):
-                self.out.wait_event(landing.event)
-                self.back.wait_event(landing.event)
-        self.out.wait_event(ready)
-        self.back.wait_event(ready)
+        for event in (*self.events_on(some), ready):
+            self.out.wait_event(event)
+            self.back.wait_event(event)
         for tensor in some:
             self._device_api.keep(tensor, self.out)
             self._device_api.keep(tensor, self.back)
@@ -130,6 +128,16 @@ class HostStaging:
         while self._leaving:
             self._run(self._leaving.popleft())
 
+    def between_steps(self, call: Prepared, stream: Any, deadline: float) -> Iterator[None]:
+        """Run a call after the stream's work so far, and before its later work. Yields once, while it is on the way."""
+        returned: list[Event] = []
+        self.begin(call, stream.record_event(), deadline, returned.append)
+        self.start()
+        yield
+        while not returned:
+            self.step()
+        stream.wait_event(returned[0])
+
     def drain(self) -> None:
         """Run all chunks until their copies back are submitted. Does not wait for these copies."""
         while self._leaving:
@@ -147,12 +155,13 @@ class HostStaging:
         if slot.free is not None and piece.out:
             self.out.wait_event(slot.free)
         regions = _regions(slot.memory, piece)
-        for tensor in piece.out:
-            self._device_api.copy(self.out, regions[id(tensor)], tensor)
-        left = self.out.record_event() if piece.out else None
+        left = None
+        if piece.out:
+            self._device_api.copy_all(self.out, [regions[id(tensor)] for tensor in piece.out], piece.out)
+            left = self.out.record_event()
         for tensor in piece.back:
             self._written[bytes_of(tensor)] += 1
-        self._leaving.append(StagedChunk(call, piece, slot, deadline, left, returned))
+        self._leaving.append(StagedChunk(call, piece, slot, regions, deadline, left, returned))
         if len(self._leaving) > 1:
             self._run(self._leaving.popleft())
         if len(self._running) > 1:
@@ -164,7 +173,7 @@ class HostStaging:
         for event, what in ((passage.slot.free, "the copy to the device"), (passage.left, "the copy to the host")):
             if event is not None:
                 wait_for(event, passage.deadline, rank, f"{call.kind}: {what}")
-        regions = _regions(passage.slot.memory, passage.chunk)
+        regions = passage.regions
         in_slot = replace(
             call,
             inputs=[regions[id(tensor)] for tensor in passage.chunk.inputs],
@@ -175,16 +184,17 @@ class HostStaging:
 
     def _return(self, passage: StagedChunk) -> None:
         self._group.wait(passage.operation)
-        regions = _regions(passage.slot.memory, passage.chunk)
-        for tensor in passage.chunk.back:
-            self._device_api.copy(self.back, tensor, regions[id(tensor)])
+        back = passage.chunk.back
+        for tensor in back:
             place = bytes_of(tensor)
             self._written[place] -= 1
             if not self._written[place]:
                 del self._written[place]
-        passage.slot.free = self.back.record_event() if passage.chunk.back else None
-        if passage.slot.free is not None:
-            self.in_use(passage.chunk.back, passage.slot.free, self.back)
+        passage.slot.free = None
+        if back:
+            self._device_api.copy_all(self.back, back, [passage.regions[id(tensor)] for tensor in back])
+            passage.slot.free = self.back.record_event()
+            self.in_use(back, passage.slot.free, self.back)
         self._slots.append(passage.slot)
         if passage.returned is not None:
             passage.returned(self.back.record_event())
@@ -200,21 +210,46 @@ class HostStaging:
             begin, end = bytes_of(tensor)
             if begin == end:
                 continue
-            kept = []
-            for each in self._landing:
-                if begin <= each.bytes[0] and each.bytes[1] <= end:
-                    continue  # the new event comes after this one
-                if each.stream is stream and each.bytes[1] == begin:
-                    begin = each.bytes[0]  # the chunk before: the stream has passed it once it passes this event
-                    continue
-                kept.append(each)
+            # The chunk before: the stream has passed it once it passes this event.
+            begin = min(
+                (each.bytes[0] for each in self._landing if each.stream is stream and each.bytes[1] == begin),
+                default=begin,
+            )
+            # The new event comes after those of all bytes in its range.
+            kept = [each for each in self._landing if each.bytes[0] < begin or end < each.bytes[1]]
             self._landing = [*kept, _Landing((begin, end), event, stream)]
+
+    def events_on(self, tensors: Sequence[Tensor]) -> list[Event]:
+        """The events that a later use of the tensors' bytes must wait for."""
+        places = [bytes_of(tensor) for tensor in tensors]
+        return [each.event for each in self._landing if any(_overlap(place, each.bytes) for place in places)]
 
     def _greatest(self, count: int, deadline: float) -> int:
         number = torch.tensor([count])
         call = Prepared("all_reduce", dtype="i64", reduce="max", outputs=[number])
         self._group.wait(call.submit(self._group, seconds_until(deadline), wait_here=True))
         return int(number)
+
+
+def advance_in_turn(chunks: Iterable[Iterator[None]]) -> None:
+    """Run all chunks, two at a time.
+
+    The two advance in turn, so their steps have one order on all ranks, and each step of a chunk comes after the same
+    step of the chunk before.
+    """
+    waiting = iter(chunks)
+    under_way: collections.deque[Iterator[None]] = collections.deque()
+    while True:
+        chunk = next(waiting, None) if len(under_way) < 2 else None
+        if chunk is None:
+            if not under_way:
+                return
+            chunk = under_way.popleft()
+        try:
+            next(chunk)
+        except StopIteration:
+            continue
+        under_way.append(chunk)
 
 
 def seconds_until(deadline: float) -> float:

@@ -7,7 +7,7 @@ Ranks with the same position on their hosts are peers. They run the step between
     all_gather       all_gather among peers; all_gather of the peers' blocks in a host
 
 Each of a host's L ranks sends 1/L of the bytes that it would send alone. For the i32 wire format the GPU quantises the
-values first, so the bits equal those of a sum made on hosts.
+values first, so the bits equal those of a sum made on hosts. The other wire formats are for the step between hosts.
 
 A tensor is processed in chunks, of which two are under way: while one is between hosts, the next one is inside the
 hosts. A chunk is a generator, which yields while it is between hosts. All ranks advance their chunks in one order.
@@ -15,8 +15,7 @@ hosts. A chunk is a generator, which yields while it is between hosts. All ranks
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +24,9 @@ from netfold.communicator import Group
 from netfold.torch.calls import DTYPE_NAMES, Prepared
 from netfold.torch.device import arithmetic, fixed_point, ipc
 from netfold.torch.device.chunks import BLOCK_ELEMENTS, as_bytes
+from netfold.torch.device.compressed_sums import make_compressed_sums, wire_of
 from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
-from netfold.torch.device.host_staging import HostStaging
+from netfold.torch.device.host_staging import HostStaging, advance_in_turn
 
 Tensor = torch.Tensor
 
@@ -89,7 +89,9 @@ class NcclReducer:
     def scatter(self, values: Tensor, reduce: str, slot: int, deadline: float) -> Tensor:
         whole, shard = self._buffers(values, slot)
         self._device_api.copy(self._stream, whole[: values.numel()], values)
-        # The padding after the values is reduced with them and never read.
+        # The padding after the values is reduced with them. By i8 it must not raise the magnitude of its block.
+        if values.numel() < len(whole):
+            self._device_api.launch(self._stream, lambda: whole[values.numel() :].zero_())
         self._nccl_group.reduce_scatter(self._stream, shard, whole, reduce)
         return shard
 
@@ -117,11 +119,13 @@ class IntraHostPath:
         stream: Any,
         sums: IntraHostReducer,
         between: HostStaging | None,
+        among: Group | None,
         watch: Group | None,
     ) -> None:
         """Make the path.
 
         between: stages among this rank's peers, in the order of hosts; None with one host.
+        among: the group of the peers; None with one host.
         watch: a group of the host's ranks in which the driver detects failures while kernels wait for each other.
         """
         self._group = group
@@ -129,6 +133,7 @@ class IntraHostPath:
         self.stream = stream
         self._sums = sums
         self.between = between
+        self._compressed = make_compressed_sums(among, device_api, stream, between) if among and between else None
         self.watch = watch
         self.kernels_wait = sums.kernels_wait
         # By host, then by position: the ranks of the group.
@@ -147,11 +152,11 @@ class IntraHostPath:
         self._sums.release(settled=settled)
 
     def takes(self, call: Prepared) -> bool:
-        """Whether this path runs the call; the same on all ranks. Excludes i8, which natively rounds at random."""
+        """Whether this path runs the call; the same on all ranks. A residual is of this rank's values alone."""
         if call.kind == "all_reduce":
             if call.inputs or call.outputs[0].nbytes < MIN_BYTES:
                 return False
-            return self._can_reduce(call, call.outputs[0]) and self._wire(call) != "i8"
+            return self._can_reduce(call, call.outputs[0])
         if call.kind not in ("all_gather", "reduce_scatter") or not self._sums.shares:
             return False
         # All ranks know the sizes of all parts.
@@ -184,20 +189,16 @@ class IntraHostPath:
         done: Event = self.stream.record_event()
         return done
 
-    def _wire(self, call: Prepared) -> str:
-        """The wire dtype of a sum of f32; empty for other reductions and dtypes."""
-        tensor = call.outputs[0]
-        if call.reduce != "sum" or tensor.dtype is not torch.float32:
-            return ""
-        return str(self._group.table.choose("all_reduce", tensor.nbytes).wire)
-
     # --- chunks ----------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
         values = _plain(call.outputs[0])
         sum_up: Callable[[Tensor, str, float], Iterator[None]] = self._sum
-        if self._wire(call) == "i32":
+        wire = wire_of(self._group, call)
+        if wire == "i32":
             sum_up = self._fixed
+        elif wire == "i8":
+            sum_up = self._sum_by_bytes
         local = len(self._hosts[0])
         elements = self._sums.chunk_bytes // values.element_size()
         if self.between is not None:  # a shard in one slot
@@ -214,6 +215,14 @@ class IntraHostPath:
             yield from self._among_peers(peers, deadline)
         elif self.between is not None:
             yield  # ranks with and without a shard advance alike
+        self._sums.gather(values, slot, deadline)
+
+    def _sum_by_bytes(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
+        """Sum in floats inside the hosts, and by i8 between them."""
+        slot = self._next_slot()
+        shard = self._sums.scatter(values, reduce, slot, deadline)
+        if self._compressed is not None:
+            yield from self._compressed.sum_chunk(shard, deadline=deadline)
         self._sums.gather(values, slot, deadline)
 
     def _fixed(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
@@ -274,13 +283,7 @@ class IntraHostPath:
         """Run a call among this rank's peers, after the stream's work so far. Yields while it is on the way."""
         if self.between is None:
             return
-        returned: list[Event] = []
-        self.between.begin(call, self.stream.record_event(), deadline, returned.append)
-        self.between.start()
-        yield
-        while not returned:
-            self.between.step()
-        self.stream.wait_event(returned[0])
+        yield from self.between.between_steps(call, self.stream, deadline)
 
     def _next_slot(self) -> int:
         self._slot = (self._slot + 1) % ipc.SLOTS
@@ -288,27 +291,6 @@ class IntraHostPath:
 
     def _integers(self, count: int) -> Tensor:
         return self._device_api.empty(self.stream, 4 * count).view(torch.int32)
-
-
-def advance_in_turn(chunks: Iterable[Iterator[None]]) -> None:
-    """Run all chunks, two at a time.
-
-    The two advance in turn, so their steps have one order on all ranks, and each step of a chunk comes after the same
-    step of the chunk before.
-    """
-    waiting = iter(chunks)
-    under_way: collections.deque[Iterator[None]] = collections.deque()
-    while True:
-        chunk = next(waiting, None) if len(under_way) < 2 else None
-        if chunk is None:
-            if not under_way:
-                return
-            chunk = under_way.popleft()
-        try:
-            next(chunk)
-        except StopIteration:
-            continue
-        under_way.append(chunk)
 
 
 def _signature(call: Prepared, elements: int) -> str:

@@ -109,7 +109,7 @@ class IpcReducer:
     def release(self, *, settled: bool) -> None:
         if not settled:
             _never_released.extend(self._windows)
-        self._windows.clear()
+        self._device_api.close(self._stream, self._windows)
 
     def _shard(self, values: Tensor, rank: int) -> tuple[int, int]:
         count = values.numel()
@@ -151,12 +151,12 @@ def open_windows(
         wait_for(stream.record_event(), deadline, group.rank, "a mark in exported memory")
         for peer in members:
             if peer != group.rank:
-                handles[peer] = device_api.export(window)
+                handles[peer] = device_api.export(stream, window)
     except RuntimeError as error:
         reason = f"rank {group.rank} cannot export memory of {device_api.uuid(device)}: {_first_line(error)}"
     offer = {"handles": list(handles.items()), "mark": mark, "uuid": device_api.uuid(device)}
     offers = exchange_messages(group, offer, deadline)
-    windows = []
+    windows: list[Tensor] = []
     for peer in members:
         offer = offers[peer]
         handle = dict(offer["handles"]).get(group.rank)
@@ -166,12 +166,11 @@ def open_windows(
             device_api.decline(handle, device)
         elif handle is not None:
             try:
-                opened = _open(device_api, handle, device)
-                device_api.copy(stream, staged, opened[:_MARK_BYTES])
+                windows.append(_open(device_api, handle, device))
+                device_api.copy(stream, staged, windows[-1][:_MARK_BYTES])
                 wait_for(stream.record_event(), deadline, group.rank, "a mark in a peer's memory")
                 if bytes(staged.tolist()) != offer["mark"]:
                     raise RuntimeError("the mark read there is a different one")
-                windows.append(opened)
             except RuntimeError as error:
                 hidden = (
                     "" if offer["uuid"] in device_api.visible() else ", which it does not see (CUDA_VISIBLE_DEVICES)"
@@ -181,7 +180,10 @@ def open_windows(
                     f"{_first_line(error)}"
                 )
     reasons = [each for each in exchange_messages(group, reason[:2000], deadline) if each]
-    return (windows, "") if not reasons else ([], reasons[0])
+    if reasons:
+        device_api.close(stream, windows)
+        return [], reasons[0]
+    return windows, ""
 
 
 def _open(device_api: DeviceApi, handle: dict[str, Any], device: torch.device) -> Tensor:

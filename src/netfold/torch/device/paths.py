@@ -16,7 +16,10 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from netfold.communicator import Group
 from netfold.errors import NetfoldError
+from netfold.torch.calls import Prepared
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
+from netfold.torch.device.compressed_sums import MIN_BYTES as COMPRESSED_MIN_BYTES
+from netfold.torch.device.compressed_sums import CompressedSums, make_compressed_sums
 from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.host_staging import HostStaging, seconds_until
 from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, IntraHostReducer, NcclReducer, host_groups
@@ -38,9 +41,16 @@ class DevicePaths:
     device: torch.device
     staged: HostStaging
     intra_host: IntraHostPath | None
+    compressed: CompressedSums | None  # for calls that `intra_host` does not take
     done: Any  # the stream of the Works' results
     reason: str  # the same sentence on all ranks, but for the kind of pinned memory that a rank got
     parts: list[Any] = field(default_factory=list)  # subgroups, and the NCCL group
+
+    def other_than_staged(self, call: Prepared) -> IntraHostPath | CompressedSums | None:
+        """The path that runs the call; None if `staged` does. The same on all ranks."""
+        if self.intra_host is not None and self.intra_host.takes(call):
+            return self.intra_host
+        return self.compressed if self.compressed is not None and self.compressed.takes(call) else None
 
     def abort(self, reason: str) -> None:
         """Abort the subgroups, so that ranks that wait for this one get the reason."""
@@ -140,10 +150,15 @@ class _Builder:
         count, nbytes = len(slots.memory), slots.memory[0].numel()
         kind = "shared, pinned" if slots.registered else "pinned"
         reason = f"{device_api.kind}: {how}staged through {count} x {nbytes} bytes of {kind} memory"
+        staged = HostStaging(self._group, device_api, device, slots)
+        compressed = make_compressed_sums(self._group, device_api, device_api.new_stream(device), staged)
+        if compressed is not None:
+            reason += f"; f32 sums by i8 from {COMPRESSED_MIN_BYTES} bytes are quantised on the device"
         return DevicePaths(
             device,
-            HostStaging(self._group, device_api, device, slots),
+            staged,
             intra_host,
+            compressed,
             device_api.new_stream(device),
             reason,
             self.parts,
@@ -216,7 +231,7 @@ class _Builder:
         watch: Group | None = None,
     ) -> tuple[IntraHostPath, str]:
         group, device_api, device = self._group, self._device_api, self._device
-        between = None
+        between = among = None
         kinds = "all_reduce, all_gather and reduce_scatter" if sums.shares else "all_reduce"
         how = f"{kinds} from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
@@ -226,7 +241,7 @@ class _Builder:
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
         if without:
             how += f", but for {', '.join(without)}, for which {name} has no datatype"
-        return IntraHostPath(group, device_api, stream, sums, between, watch), f"{how}; else "
+        return IntraHostPath(group, device_api, stream, sums, between, among, watch), f"{how}; else "
 
     def _subgroup(self, what: str, ranks: Sequence[int]) -> Group:
         """Make a group of some of the ranks, over the group's own connections. Only one between hosts uses the switch.

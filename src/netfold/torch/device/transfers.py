@@ -27,7 +27,7 @@ from netfold.torch.calls import with_memory
 from netfold.torch.device.chunks import as_bytes
 from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.pinned import TransferMemory
-from netfold.torch.device.work import DeviceWork
+from netfold.torch.device.work import DeviceWork, resolve
 from netfold.torch.forwarding import seconds_of
 from netfold.torch.work import NetfoldWork
 
@@ -292,17 +292,17 @@ class ReceiveWork(NetfoldWork):
     def make_future(self) -> torch.futures.Future[Any]:
         future = self._device_api.future(self._device)
 
-        def resolve() -> None:
+        def resolve_here() -> None:
             try:
                 super(ReceiveWork, self).wait()
-            except Exception:
+                resolve(self._device_api, self._device, self._back, future, self._result, self._rank)
+            except Exception as error:
+                if self.exception() is None:
+                    self._finish_error = error
                 future.set_result(None)  # the callback raises
-                return
-            self._device_api.enter(self._device)
-            self._device_api.resolve(self._back, future, self._result)
 
         visible = future.then(self._value)
-        threading.Thread(target=resolve, name="netfold-future", daemon=True).start()
+        threading.Thread(target=resolve_here, name="netfold-future", daemon=True).start()
         return visible
 
 

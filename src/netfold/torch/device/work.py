@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from netfold.errors import CollectiveTimeout, WaitTimeout
+from netfold.errors import CollectiveTimeout, NetfoldError, WaitTimeout
 from netfold.torch.device.device_api import DeviceApi, Event, Gate, Stream, refuse_capture
 from netfold.torch.forwarding import NetfoldWorkBase, seconds_of
 
@@ -75,8 +75,11 @@ class DeviceWork(NetfoldWorkBase):
     def extended(self) -> None:
         """Record the result's event anew, in the caller's stream, which has waited and got more work for the result."""
         with self._device_api.on(self._device):
-            self._stream = self._device_api.current_stream(self._device)
-            self._event = self._stream.record_event()
+            self._event = self._device_api.current_stream(self._device).record_event()
+            # A Future is resolved in a stream of netfold's. The group's own must not wait for the caller's, which may
+            # stand at a gate that the group opens.
+            self._stream = self._device_api.new_stream(self._device)
+            self._stream.wait_event(self._event)
 
     def fail(self, failure: Exception, before: Callable[[Exception], None] | None = None) -> bool:
         """Settle the Work with an error. Returns False if it was settled before.
@@ -197,8 +200,27 @@ class DeviceWork(NetfoldWorkBase):
         if self._stream is None:
             future.set_result(None)  # the callback raises, or has the result
         else:
-            self._device_api.enter(self._device)
-            self._device_api.resolve(self._stream, future, self._result)
+            try:
+                resolve(self._device_api, self._device, self._stream, future, self._result, self._rank)
+            except NetfoldError as error:
+                self._failure = error
+                future.set_result(None)
+
+
+def resolve(
+    device_api: DeviceApi,
+    device: torch.device,
+    stream: Stream,
+    future: torch.futures.Future[Any],
+    value: Any,
+    rank: int,
+) -> None:
+    """Resolve a Future on a thread of netfold's. Raises NetfoldError if the device fails: it is not resolved then."""
+    try:
+        device_api.enter(device)
+        device_api.resolve(stream, future, value)
+    except RuntimeError as error:
+        raise NetfoldError(f"rank {rank}: the result on {device} is lost: {error}", rank=rank) from error
 
 
 class CoalescedWork(NetfoldWorkBase):

@@ -34,6 +34,13 @@ class NonFinite:
         self._in_row = 0
         self._furthest = 0
 
+    def state_dict(self) -> dict[str, int]:
+        """The counts, the same on all ranks."""
+        return {"in_row": self._in_row, "furthest": self._furthest}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._in_row, self._furthest = state["in_row"], state["furthest"]
+
     def fine(self, step: int) -> None:
         """Count a good step. It ends a row only past the furthest bad step; otherwise a job could rewind forever."""
         if step > self._furthest:

@@ -2,7 +2,8 @@
 
 Clipping: by the norm of the whole model's gradient (Pascanu, Mikolov, Bengio 2013). Loss scaling keeps small gradients
 above f16's rounding to zero (Micikevicius et al. 2018, section 3.2). It is torch's ShardedGradScaler: one all_reduce of
-4 bytes over the world, so that all ranks leave the same steps out.
+4 bytes over the world, so that all ranks leave the same steps out. In an elastic job every rank has the whole averaged
+gradient, with the same bits, and so they agree without: after the step's vote no rank may wait for another.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class OptimizerStep:
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, recipe: Recipe, mesh: Mesh) -> None:
         """Collective over the world."""
         self.optimizer = optimizer
-        # Its default group is that of the time of import.
-        self._scaler = ShardedGradScaler(
-            mesh.device.type, enabled=recipe.training.precision == "f16", process_group=None
+        scales = recipe.training.precision == "f16"
+        self._scaler = (
+            torch.amp.GradScaler(mesh.device.type, enabled=scales)
+            if recipe.fault_tolerance.elastic
+            # Its default group is that of the time of import.
+            else ShardedGradScaler(mesh.device.type, enabled=scales, process_group=None)
         )
         self._device = mesh.device
         limit, diloco = recipe.training.clip, recipe.diloco
@@ -55,6 +59,11 @@ class OptimizerStep:
         """Go on with the groups of `replica`, whose parameters are the same. Only without `diloco`; collective."""
         if self._clip is not None:
             self._clip = Clip(replica, self._clip.limit)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Of the losses; None: they are not scaled."""
+        return self._scaler if self._scaler.is_enabled() else None
 
     @property
     def loss_scale(self) -> float:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from netfold.train.parallel.device import CPU
 from netfold.train.recipe import DiLoCo, Parallel
@@ -40,7 +40,8 @@ class Mesh:
         """
         # For equal meshes DTensor reuses results that name the groups of the first mesh. In a new world of this process
         # those names are unknown, or are of other groups.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
         self.device = device
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)

@@ -284,14 +284,8 @@ class Recipe(Section):
             ("parallel.experts", "replicated", lost),
             ("parallel.context", 1, "ranks that share samples would be divided when one is lost"),
             ("parallel.batch_norm", 1, "ranks that normalise together would be divided when one is lost"),
-            ("training.precision", "f16", "the scale of losses is decided after the step's vote; take bf16"),
-            ("fault_tolerance.non_finite", "rewind", "going back is no step that can be repeated; take 'skip'"),
         ):
-            value = attrgetter(key)(self)
-            if key in ("training.precision", "fault_tolerance.non_finite"):
-                if value == only:
-                    yield key, "fault_tolerance.elastic", why
-            elif value != only:
+            if attrgetter(key)(self) != only:
                 yield key, "fault_tolerance.elastic", f"{why}; set {json.dumps(only)}, or leave elastic out"
         if self.diloco is not None:
             yield "diloco.every", "fault_tolerance.elastic", "sites hold different weights; leave one of the two out"
