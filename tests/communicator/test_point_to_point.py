@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fabrics import need_libfabric
 from load import seconds
 from ranks import run_ranks, run_threads, values
 
@@ -704,10 +705,10 @@ def test_a_pending_receive_does_not_keep_the_buffers_of_later_works() -> None:
 # --- connections that were closed since descriptors are short --------------------------------------------------------
 
 
-def dies_without_a_connection(rank: int, size: int, folder: str, when: str) -> tuple[int | None, float]:
+def dies_without_a_connection(rank: int, size: int, folder: str, when: str, transport: str) -> tuple[int | None, float]:
     """Rank 0's connection to rank 2, which dies, is closed before its receive from any rank, or in it."""
     files = FileStore(f"{folder}/files")
-    options = Options(probe="off", transport="tcp")
+    options = Options(probe="off", transport=transport, interface="127.0.0.1")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=seconds(40)) as group:
         if rank != 0:
             registered = group.group._monitor.registered_group
@@ -758,8 +759,13 @@ def dies_without_a_connection(rank: int, size: int, folder: str, when: str) -> t
         return lost.value.rank, time.monotonic() - began
 
 
+@pytest.mark.parametrize("transport", ["tcp", "fabric:tcp"])
 @pytest.mark.parametrize("when", ["before it", "in it"])
-def test_a_receive_from_any_rank_notices_the_death_of_a_rank_whose_idle_connection_was_closed(when: str) -> None:
-    at_fault, waited_s = values(run_ranks(dies_without_a_connection, 3, when, timeout_s=90, dies=[2])[:1])[0]
+def test_a_receive_from_any_rank_notices_the_death_of_a_rank_whose_idle_connection_was_closed(
+    when: str, transport: str
+) -> None:
+    if transport != "tcp":
+        need_libfabric()
+    at_fault, waited_s = values(run_ranks(dies_without_a_connection, 3, when, transport, timeout_s=90, dies=[2])[:1])[0]
     assert at_fault == 2
     assert waited_s < seconds(5)
