@@ -29,7 +29,7 @@ KEPT = driver.RESULTS / "large_batch.json"
 TRAINING_SAMPLES = 60_000
 EVERY_SAMPLES = 3_000
 LONGEST_EPOCHS = 8
-DEADLINE_S = 1800
+DEADLINE_S = 7200  # a run that is not done by then is an error, not a result
 
 
 def epochs_to(accuracy: float, batch: int, seed: int) -> dict[str, Any]:
@@ -54,8 +54,10 @@ def epochs_to(accuracy: float, batch: int, seed: int) -> dict[str, Any]:
         found: list[tuple[int, float]] = []
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
             until = time.monotonic() + DEADLINE_S
-            while run.poll() is None and time.monotonic() < until:
+            late = False
+            while run.poll() is None and not late:
                 time.sleep(0.5)
+                late = time.monotonic() >= until
                 found = evaluations(log)
                 if found and found[-1][1] >= accuracy:
                     break
@@ -63,6 +65,8 @@ def epochs_to(accuracy: float, batch: int, seed: int) -> dict[str, Any]:
                 run.send_signal(signal.SIGTERM)
             _, said = run.communicate(timeout=120)
         found = evaluations(log)
+    if late:
+        raise RuntimeError(f"batch {batch} from seed {seed} was not done after {DEADLINE_S} s: {found}")
     if not found:
         raise RuntimeError(f"batch {batch} from seed {seed} ended without an evaluation:\n{said}")
     reached = next((step for step, value in found if value >= accuracy), None)
