@@ -15,6 +15,7 @@ from ranks import run_threads, running_switch, values
 from netfold import Communicator, FileStore, Options
 from netfold._native import kernels
 from netfold.communicator.group import region
+from netfold.tuning import build_table
 
 pytestmark = pytest.mark.native
 
@@ -304,3 +305,9 @@ def test_a_residual_is_refused_where_nothing_is_rounded() -> None:
 def test_i8_is_refused_for_groups_whose_sums_overflow_a_byte(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 takes at most 32 ranks, not 33: a byte"):
         Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire_dtype="i8"))
+
+
+def test_i32_is_refused_for_groups_whose_sums_leave_too_few_bits() -> None:
+    assert build_table(ranks=16384, switch=None, wire="i32")
+    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i32 takes at most 16384 ranks, not 16385: an integer"):
+        build_table(ranks=16385, switch=None, wire="i32")

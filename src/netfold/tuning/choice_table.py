@@ -43,6 +43,7 @@ OPERATIONS = (
 # The sizes of these differ between ranks (Call::choice_bytes). So they have one row for all sizes, chosen by the cost
 # at this size.
 UNSIZED = ("gather", "scatter", "barrier")
+_I32_RANKS = 1 << kernels.max_headroom_bits
 _TYPICAL_BYTES = 64 << 10
 
 # Sizes at which the choice may change.
@@ -165,7 +166,13 @@ def build_table(
     if wire == "i8" and ranks > kernels.max_byte_contributions:
         raise ValueError(
             f"NETFOLD_WIRE_DTYPE=i8 takes at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that "
-            f"holds the sum of {ranks} contributions leaves too few levels for each; bf16 and i32 take any number"
+            f"holds the sum of {ranks} contributions leaves too few levels for each; i32 takes "
+            f"{_I32_RANKS}, and bf16 any number"
+        )
+    if wire == "i32" and ranks > _I32_RANKS:
+        raise ValueError(
+            f"NETFOLD_WIRE_DTYPE=i32 takes at most {_I32_RANKS} ranks, not {ranks}: an integer that holds the sum of "
+            f"{ranks} contributions leaves too few bits for each; bf16 and f32 take any number"
         )
     # Only all_reduce uses the requested wire dtype. Other operations would lose bits.
     choices = [
