@@ -380,7 +380,8 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
             yields=False,
             table=[(*row, engine.ALGORITHMS["local"]) for row in table],
             table_hash=7,
-            fabric=[],
+            fabric=None,
+            rma_min_bytes=0,
         )
         for rank, table in enumerate(tables)
     ]
