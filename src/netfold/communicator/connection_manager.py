@@ -394,7 +394,8 @@ class _ConnectionManager:
         self._reset()
 
     def _reset(self) -> None:
-        self._releasing = False
+        self._releasing = self._is_due = False
+        self._highest = 0  # of the descriptors since they were last counted
         self._lock = threading.Lock()
         self._monitors: dict[int, GroupMonitor] = {}
         self._threads: set[threading.Thread] = set()
@@ -438,17 +439,32 @@ class _ConnectionManager:
     def look_at_files(self, newest: int) -> None:
         """Close idle connections where the process is short of descriptors. newest: a descriptor that was just made."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if self._releasing or soft == resource.RLIM_INFINITY or newest < _SHORT_FROM * soft:
-            return
-        self._releasing = True
+        with self._lock:
+            # Closed descriptors' numbers are given again: there may be too many although the newest one is low.
+            self._highest = max(self._highest, newest)
+            if soft == resource.RLIM_INFINITY or self._highest < _SHORT_FROM * soft:
+                return
+            self._is_due = True
+            if self._releasing:
+                return
+            self._releasing = True
         self.start_task(partial(self._release_until_enough, soft))
 
     def _release_until_enough(self, soft: int) -> None:
         try:
-            # Connections that are in use now may be idle later.
-            while not self._stopping and (files := len(os.listdir("/proc/self/fd"))) >= _SHORT_FROM * soft:
-                self._release_idle(files - int(_SHORT_TO * soft))
-                time.sleep(_IDLE_LEAST_S)
+            while not self._stopping:
+                with self._lock:
+                    self._is_due = False
+                files = [int(name) for name in os.listdir("/proc/self/fd")]
+                if len(files) >= _SHORT_FROM * soft:
+                    self._release_idle(len(files) - int(_SHORT_TO * soft))
+                    # Connections that are in use now may be idle later.
+                    time.sleep(_IDLE_LEAST_S)
+                    continue
+                with self._lock:
+                    if not self._is_due:  # else another connection was made since the count
+                        self._highest, self._releasing = max(files), False
+                        return
         finally:
             self._releasing = False
 
