@@ -87,19 +87,26 @@ def test_a_first_group_over_handles_that_its_switch_does_not_take_is_an_error_on
         run(first_group, switch)
 
 
-def with_torch(rank: int, size: int, folder: str, endpoint: str, switch_pid: int) -> int:
+def torch_job_whose_switch_dies(rank: int, size: int, folder: str, endpoint: str, switch_pid: int) -> None:
+    """torch's default group, which goes on by host algorithms."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     os.environ |= {"NETFOLD_SWITCH": endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_TRANSPORT": "tcp"}
-    store = FileStore(f"{folder}/store", size)
-    dist.init_process_group("netfold", store=store, rank=rank, world_size=size)
+    dist.init_process_group("netfold", store=FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     dist.all_reduce(torch.ones(1000))
     exchange(folder, "summed", rank, size)
     if rank == 0:
         os.kill(switch_pid, signal.SIGKILL)
     dist.all_reduce(torch.ones(1000))
+
+
+def with_torch(rank: int, size: int, folder: str, endpoint: str, switch_pid: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    torch_job_whose_switch_dies(rank, size, folder, endpoint, switch_pid)
     group = dist.new_group([2, 0])
     tensor = torch.tensor([float(rank + 1)])
     if rank != 1:
@@ -112,16 +119,8 @@ def with_torch(rank: int, size: int, folder: str, endpoint: str, switch_pid: int
 def over_the_store(rank: int, size: int, folder: str, endpoint: str, switch_pid: int) -> int:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
 
-    os.environ |= {"NETFOLD_SWITCH": endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_TRANSPORT": "tcp"}
-    store = FileStore(f"{folder}/store", size)
-    dist.init_process_group("netfold", store=store, rank=rank, world_size=size)
-    dist.all_reduce(torch.ones(1000))
-    exchange(folder, "summed", rank, size)
-    if rank == 0:
-        os.kill(switch_pid, signal.SIGKILL)
-    dist.all_reduce(torch.ones(1000))
+    torch_job_whose_switch_dies(rank, size, folder, endpoint, switch_pid)
     exchange(folder, "lost", rank, size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

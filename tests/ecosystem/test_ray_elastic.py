@@ -26,7 +26,8 @@ def test_a_new_actor_takes_the_place_of_a_killed_one(how: str, tmp_path: Path, r
     row = {"framework": "netfold.elastic in Ray", "version": version or "-", "line": line}
     request.node.user_properties.extend(row.items())
     if version is None:
-        pytest.skip(why_missing("ray"))
+        # tools/ecosystem has noted why Ray could not be installed.
+        pytest.skip(reason=why_missing("ray"))
     folders = [HERE.parent / "elastic", HERE.parent]
     with settings() as env:
         env["PYTHONPATH"] = os.pathsep.join(map(str, folders))

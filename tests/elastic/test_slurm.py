@@ -17,16 +17,19 @@ from launched_rank import SIZE, Watched
 from load import seconds, settles
 from ranks import Daemon
 from slurm_cluster import WAIT_TIME_S, SlurmCluster
+from small_recipe import SMALL_GPT
 
 from netfold.runs.metrics import read_metrics
 
 pytest.importorskip("torch")
+# tools/setup installs no Slurm: its daemons are not for every developer's machine.
+LACK = slurm_cluster.missing()
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.jobs,
     # The sum of all bounds below, on a loaded machine: a test that fails must end its cluster.
     pytest.mark.timeout(3000),
-    pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
+    pytest.mark.skipif(LACK != "", reason=f"an elastic job under Slurm needs a Slurm: {LACK}"),
 ]
 
 HERE = Path(__file__).parent
@@ -59,6 +62,16 @@ def ended(cluster: SlurmCluster, job: int, name: str) -> str:
     return cluster.state(job)
 
 
+def job_that_loses(cluster: SlurmCluster, script: str, rank: int) -> tuple[int, Watched, int]:
+    """Start the job and kill the rank when all wait for that; returns the job, its ranks, and the killed process."""
+    job = cluster.sbatch("job", script)
+    watched = Watched(cluster.folder)
+    victim = watched.rank_to_kill(rank)
+    os.kill(victim, signal.SIGKILL)
+    watched.has_killed()
+    return job, watched, victim
+
+
 def test_a_task_starts_its_lost_rank_again(cluster: SlurmCluster) -> None:
     """The settings of this cluster end a step whose task fails; no task of this step fails."""
     script = f"""#!/bin/bash
@@ -69,26 +82,14 @@ status=$?
 kill %1
 exit $status
 """
-    job = cluster.sbatch("job", script)
-    watched = Watched(cluster.folder)
-    victim = watched.rank_to_kill(1)
-    os.kill(victim, signal.SIGKILL)
-    watched.has_killed()
+    job, watched, victim = job_that_loses(cluster, script, 1)
     watched.check(victim)
     assert ended(cluster, job, "job") == "COMPLETED", output(cluster, "job")
 
 
-RECIPE = """
-[model]
-name = "gpt"
-width = 32
-heads = 4
-layers = 2
-context = 32
-[data]
-name = "source"
-context = 32
-held_out = 0.002
+RECIPE = (
+    SMALL_GPT
+    + """
 [training]
 steps = 100000
 batch = 24
@@ -105,6 +106,7 @@ folder = "."
 name = "run"
 check = false
 """
+)
 
 
 def test_netfold_train_takes_a_lost_rank_back(cluster: SlurmCluster) -> None:
@@ -155,11 +157,7 @@ echo "the first step ended with $?"
 kill %1
 exit $status
 """
-    job = cluster.sbatch("job", script)
-    watched = Watched(cluster.folder)
-    victim = watched.rank_to_kill(1)
-    os.kill(victim, signal.SIGKILL)
-    watched.has_killed()
+    job, watched, victim = job_that_loses(cluster, script, 1)
     assert watched.needs_a_rank(), output(cluster, "job")
     # The time is what is tested: Slurm would end the others now.
     time.sleep(WAIT_TIME_S + 2)

@@ -22,8 +22,9 @@ from netfold.rack import Rack
 from netfold.rack.command import why_unavailable
 from netfold.rack.processes import stop
 
+# A rack needs root, network namespaces and tc. The sentence names what is absent.
 LACK = why_unavailable(loss=False)
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"an emulated rack cannot be made: {LACK}")]
 
 HOSTS, PER_HOST = 4, 8
 SIZE = HOSTS * PER_HOST

@@ -15,22 +15,15 @@ from typing import Any
 
 import pytest
 from load import seconds, settles
+from small_recipe import SMALL_GPT
 
 from netfold.runs.metrics import read_metrics
 
 pytestmark = [pytest.mark.torch, pytest.mark.jobs]
 
-RECIPE = """
-[model]
-name = "gpt"
-width = 32
-heads = 4
-layers = 2
-context = 32
-[data]
-name = "source"
-context = 32
-held_out = 0.002
+RECIPE = (
+    SMALL_GPT
+    + """
 [training]
 steps = {steps}
 batch = 24
@@ -53,6 +46,7 @@ folder = "{folder}"
 name = "run"
 check = false
 """
+)
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -276,7 +276,7 @@ bool FabricPipe::flush() {
   if (awaits_connection()) {
     const bool checks = stream_ != nullptr || ++quiet_calls_ >= kQuietCalls;
     if (checks && has_live_connection()) advance();
-    // Where the connection waits for a socket, nothing can be done now.
+    // Nothing can be done while the connection waits for a socket.
     is_done &= !awaits_connection() || !has_live_connection();
   }
   return (stream_ == nullptr || mux().settled(stream_) || is_over()) && is_done;

@@ -139,8 +139,8 @@ class Communicator(Collectives):
         options: default to this group's. With other ones the new group finds out anew which ranks share memory, and
         how fast its links are.
         Cost: an all_gather of 16 bytes, then a message up a tree of the members, and two down.
-        Where the switch of this group does not take the new one within a third of the join timeout, the new group forms
-        without it. It uses host algorithms, and its rank 0 logs why.
+        The new group forms without this group's switch if the switch does not take the new group within a third of the
+        join timeout. The new group then uses host algorithms, and its rank 0 logs why.
         Raises RendezvousError if a member fails, or this group does; SwitchError for another switch than this group's.
         """
         absent = np.iinfo(np.int64).min

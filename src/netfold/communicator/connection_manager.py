@@ -465,8 +465,9 @@ class _ConnectionManager:
                     if not self._is_due:  # else another connection was made since the count
                         self._highest, self._releasing = max(files), False
                         return
-        finally:
+        except BaseException:
             self._releasing = False
+            raise
 
     def _release_idle(self, most: int) -> None:
         with self._lock:

@@ -58,7 +58,7 @@ class Exchange:
 
     of: str
     size_bytes: int
-    """Of a rank's tensor."""
+    """The bytes of one rank's tensor."""
 
 
 @dataclass(frozen=True)
@@ -344,9 +344,10 @@ def _routed_evenly() -> Iterator[list[tuple[nn.Module, Routed]]]:
 
 @contextlib.contextmanager
 def _attends_whole(ranks: int) -> Iterator[list[tuple[nn.Module, Exchange]]]:
-    """Inside, this is the first of `ranks` that share sequences, and the others send it what it sends them.
+    """In the block, layers run as on the first of `ranks` ranks that share sequences. No rank sends anything.
 
-    Yields a list that gets each call, and the call that its backward pass will make.
+    Each exchange returns a copy of its own input, which has the shape of the other ranks' values. Yields a list of the
+    exchanges: each exchange of a forward pass, and the exchange of its backward pass.
     """
     calls: list[tuple[nn.Module, Exchange]] = []
     exchange = ContextModule.exchange_heads

@@ -1,8 +1,9 @@
 """Attention of transformers' language models with sequences that ranks share (`parallel.context`).
 
-transformers finds the attention and the mask of a model by a name in its registries. Under the name of this module both
-are those of its "sdpa", of whole sequences: a rank gets the tokens of the others for some heads
-(`ContextModule.exchange_heads`). Every layer but attention acts on single tokens, whose places the model is given.
+transformers finds the attention and the mask of a model by a name in its registries. This module registers a name for
+transformers' own "sdpa" attention and mask over whole sequences. Each rank computes a part of the heads, and receives
+all tokens for these heads (`ContextModule.exchange_heads`). Every layer but attention acts on single tokens, and the
+model is given the tokens' positions.
 """
 
 from __future__ import annotations

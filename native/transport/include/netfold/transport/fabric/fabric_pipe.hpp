@@ -39,7 +39,7 @@
 
 namespace netfold::transport::fabric {
 
-// What the pipes of one mesh share.
+// The objects and settings that the pipes of one mesh share.
 struct FabricLane {
   std::shared_ptr<StreamMux> mux;
   std::shared_ptr<Doorbell> doorbell;  // of the group

@@ -155,8 +155,8 @@ struct Stream {
   bool is_pending = false;  // listed in MuxState::pending
   bool is_leaving = false;  // closed, but not all its sends are complete
   int peer = -1;            // the rank at the other end
-  // Where this stream is listed as soon as a segment can be read or the stream failed, once until it is taken from
-  // there. Null: nowhere.
+  // The list that this stream enters when a segment can be read or the stream has failed. The stream enters again only
+  // after it was taken from the list. Null: the stream enters no list.
   std::shared_ptr<ReadableStreams> readable;
   bool is_listed = false;
 
