@@ -336,6 +336,8 @@ void bind_group(nb::module_& e) {
           },
           "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, Release(),
           "As broken(), after disconnecting a connection that was reconnected at most `reconnects` times (-2: any).")
+      .def("set_released", &Group::set_released, "lane"_a, "peer"_a, "rail"_a, "is_released"_a, Release(),
+           "Both ends are about to disconnect a connection since it is idle: its end is no break. False: they are not.")
       .def("reconnect", &reconnect, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "fd"_a, "peer_received"_a,
            "secrets"_a.none() = nb::none(),
            "Continue a broken connection that was reconnected `reconnects` times over `fd`, from the bytes that the "

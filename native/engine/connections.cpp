@@ -90,6 +90,15 @@ std::optional<Group::Broken> Group::disconnect(int lane, int peer, int rail, int
   }
 }
 
+void Group::set_released(int lane, int peer, int rail, bool is_released) {
+  run_driver_task([&] {
+    auto* socket = mesh_of(lane).rail(peer, rail);
+    if (socket == nullptr) return;
+    socket->set_released(is_released);
+    if (!is_released) connection_changed(lane, peer);  // its end may have come meanwhile
+  });
+}
+
 std::vector<Group::Idle> Group::idle_connections() {
   std::vector<Idle> idle;
   run_driver_task([&] {

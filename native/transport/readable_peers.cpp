@@ -4,8 +4,21 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
+#include <utility>
 
 namespace netfold::transport {
+namespace {
+
+// A rail of a rank's connection, as the epoll set names it.
+std::uint64_t connection_of(int peer, int rail) {
+  return static_cast<std::uint64_t>(peer) << 32 | static_cast<std::uint32_t>(rail);
+}
+std::pair<int, int> of_connection(std::uint64_t connection) {
+  return {static_cast<int>(connection >> 32), static_cast<int>(connection & 0xffffffff)};
+}
+
+}  // namespace
 
 ReadablePeers::ReadablePeers(Mesh& mesh, ShmNode* node)
     : mesh_(mesh),
@@ -34,7 +47,7 @@ void ReadablePeers::watch(int peer) {
   int rail = 0;
   for (auto* socket = mesh_.rail(peer, rail); socket != nullptr; socket = mesh_.rail(peer, ++rail)) {
     if (socket->descriptor() < 0) continue;
-    epoll_event event{.events = EPOLLIN | EPOLLRDHUP | EPOLLET, .data = {.fd = peer}};
+    epoll_event event{.events = EPOLLIN | EPOLLRDHUP | EPOLLET, .data = {.u64 = connection_of(peer, rail)}};
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->descriptor(), &event) != 0 && errno != EEXIST) {
       throw_errno("watch a connection for a receive from any rank");
     }
@@ -70,7 +83,13 @@ void ReadablePeers::take(std::vector<int>& peers) {
   for (std::size_t count = events.size(); is_watching_ && count == events.size();) {
     const int found = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
     count = static_cast<std::size_t>(std::max(found, 0));
-    for (std::size_t i = 0; i < count; ++i) report(events[i].data.fd);
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto [peer, rail] = of_connection(events[i].data.u64);
+      // A read would take the agreed end for a break, and make the connection again. What it still holds is reported
+      // once it is closed.
+      const auto* socket = mesh_.rail(peer, rail);
+      if (socket == nullptr || !socket->is_released()) report(peer);
+    }
   }
   if (node_ != nullptr) node_->take_written([&](int position) { peers.push_back(node_->rank(position)); });
 }

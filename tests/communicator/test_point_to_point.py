@@ -705,23 +705,24 @@ def test_a_pending_receive_does_not_keep_the_buffers_of_later_works() -> None:
 # --- connections that were closed since descriptors are short --------------------------------------------------------
 
 
-def dies_without_a_connection(rank: int, size: int, folder: str, when: str, transport: str) -> tuple[int | None, float]:
-    """Rank 0's connection to rank 2, which dies, is closed before its receive from any rank, or in it."""
+def dies_without_a_connection(
+    rank: int, size: int, folder: str, when: str, first: int, transport: str
+) -> tuple[int | None, float]:
+    """Rank 0's connection to rank 2, which dies, is closed before its receive from any rank, or in it, by `first`."""
     files = FileStore(f"{folder}/files")
     options = Options(probe="off", transport=transport, interface="127.0.0.1")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=seconds(40)) as group:
+        monitor = group.group._monitor
         if rank != 0:
-            registered = group.group._monitor.registered_group
-            handle = registered.handler
+            if first == 0:
+                registered = monitor.registered_group
+                handle = registered.handler
 
-            def close_later(peer: int, request: Any) -> Any:
-                # A receive that sees the other end close first connects again. So that one closes last.
-                reply, then = handle(peer, request)
-                if request["type"] != "release":
-                    return reply, then
-                return reply, lambda stream: (time.sleep(0.15), then(stream))
+                def close_later(peer: int, request: Any) -> Any:
+                    monitor.native = SlowToDisconnect(monitor.native)
+                    return handle(peer, request)
 
-            registered.handler = close_later
+                registered.handler = close_later
             group.send(np.full(10, rank, np.float32), 0, tag=1)
             if rank == 2:
                 files.get("asked", 80)
@@ -730,7 +731,6 @@ def dies_without_a_connection(rank: int, size: int, folder: str, when: str, tran
             return None, 0.0
         for source in range(1, size):  # makes the connections
             group.receive(np.zeros(10, np.float32), source, tag=1)
-        monitor = group.group._monitor
         asked = threading.Event()
 
         def query(ranks: list[int], sequence: int = 0) -> Any:
@@ -740,17 +740,17 @@ def dies_without_a_connection(rank: int, size: int, folder: str, when: str, tran
                 asked.set()
 
         monitor.query_status = query
+        if first == 2:
+            monitor.native = SlowToDisconnect(monitor.native)
         if when == "before it":
             monitor.release(1, 2, 0)
         receive = start_receive(group, np.zeros(10, np.float32))
-        for _ in range(10):
-            if when == "in it":
-                monitor.release(1, 2, 0)
-            # On a slow machine it closes first nevertheless: then the connection is closed once more.
-            if asked.wait(4):
-                break
-        assert asked.is_set(), "a receive that waits asks the ranks that it has no connection to"
-        assert monitor.native.broken(1, 2, 0) is not None, "a closed connection stays closed"
+        if when == "in it":
+            time.sleep(0.3)  # it sleeps
+            monitor.release(1, 2, 0)
+        assert asked.wait(seconds(10)), "a receive that waits asks the ranks that it has no connection to"
+        closed = monitor.native.broken(1, 2, 0)
+        assert closed is not None and closed[1] == 0, "a closed connection stays closed, and was not made again"
         began = time.monotonic()
         files.set("asked", b"")
         with pytest.raises(PeerLost) as lost:
@@ -759,13 +759,29 @@ def dies_without_a_connection(rank: int, size: int, folder: str, when: str, tran
         return lost.value.rank, time.monotonic() - began
 
 
+class SlowToDisconnect:
+    """A native group that disconnects later than the other end."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def disconnect(self, *arguments: Any) -> Any:
+        time.sleep(0.15)
+        return self._native.disconnect(*arguments)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "fabric:tcp"])
-@pytest.mark.parametrize("when", ["before it", "in it"])
+@pytest.mark.parametrize(("when", "first"), [("before it", 0), ("in it", 0), ("in it", 2)])
 def test_a_receive_from_any_rank_notices_the_death_of_a_rank_whose_idle_connection_was_closed(
-    when: str, transport: str
+    when: str, first: int, transport: str
 ) -> None:
     if transport != "tcp":
         need_libfabric()
-    at_fault, waited_s = values(run_ranks(dies_without_a_connection, 3, when, transport, timeout_s=90, dies=[2])[:1])[0]
+    at_fault, waited_s = values(
+        run_ranks(dies_without_a_connection, 3, when, first, transport, timeout_s=90, dies=[2])[:1]
+    )[0]
     assert at_fault == 2
     assert waited_s < seconds(5)

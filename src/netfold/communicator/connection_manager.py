@@ -155,8 +155,10 @@ class GroupMonitor:
             }, None
         lane, rail = request["lane"], request["rail"]
         if request["type"] == "release":
-            self.released.add((peer, lane, rail))
-            return {"type": "will_release"}, lambda _: self.native.disconnect(lane, peer, rail, _ANY)
+            self._set_released((peer, lane, rail), True)
+            # Both ends know of it before either of them disconnects.
+            manager.start_task(partial(self.native.disconnect, lane, peer, rail, _ANY))
+            return {"type": "will_release"}, None
         is_requested = request["type"] == "request_reconnect"
         broken = self.native.disconnect(lane, peer, rail, request["reconnects"] if is_requested else _ANY)
         failure = self.failure
@@ -178,11 +180,23 @@ class GroupMonitor:
 
     def release(self, lane: int, peer: int, rail: int) -> None:
         """Close an idle connection until one of its ends uses it again. Both ends close it, so that no byte is lost."""
-        stream, reply = self.call(peer, rail, {"type": "release", "lane": lane, "rail": rail}, QUERY_TIMEOUT_S)
-        stream.close()
-        if reply["type"] == "will_release":
-            self.released.add((peer, lane, rail))
+        key = (peer, lane, rail)
+        self._set_released(key, True)
+        is_agreed = False
+        try:
+            stream, reply = self.call(peer, rail, {"type": "release", "lane": lane, "rail": rail}, QUERY_TIMEOUT_S)
+            stream.close()
+            is_agreed = reply["type"] == "will_release"
+        finally:
+            if not is_agreed:
+                self._set_released(key, False)
+        if is_agreed:
             self.native.disconnect(lane, peer, rail, _ANY)
+
+    def _set_released(self, key: ConnectionKey, is_released: bool) -> None:
+        peer, lane, rail = key
+        (self.released.add if is_released else self.released.discard)(key)
+        self.native.set_released(lane, peer, rail, is_released)
 
     def _give_up_first(self, key: ConnectionKey, began: float, error: BaseException) -> None:
         """No first connection came about. The peer's listener is asked for the reason, unless the time is over."""

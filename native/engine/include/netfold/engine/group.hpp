@@ -129,6 +129,9 @@ class Group {
   // The same, after disconnecting a connection that is up and was reconnected at most `reconnects` times (-2: any).
   // Blocks up to ResumableSocket::kLastNs.
   std::optional<Broken> disconnect(int lane, int peer, int rail, int reconnects);
+  // Whether both ends are about to disconnect a connection, or did, since it is idle. Until it is used again, its end is
+  // no break. To be called before either end disconnects.
+  void set_released(int lane, int peer, int rail, bool is_released);
   // The connections that may be disconnected without harm while they are idle, the longest idle first.
   struct Idle {
     std::int64_t since_ns = 0;

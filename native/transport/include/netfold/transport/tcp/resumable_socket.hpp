@@ -56,6 +56,9 @@ class ResumableSocket {
   // How many times this connection got a new socket; -1: it never had one. Both ends count alike, so a message about
   // one socket is not applied to the next.
   int reconnects() const { return reconnects_; }
+  // Both ends agreed to close this socket since it is idle, so that its end is no break. Holds until the next socket.
+  void set_released(bool is_released) { is_released_ = is_released && state_ == State::up; }
+  bool is_released() const { return is_released_; }
   // When bytes last passed, where this end may disconnect without harm: the connection can be made again, and nothing
   // is under way on this side. Else -1.
   std::int64_t idle_since_ns();
@@ -115,6 +118,7 @@ class ResumableSocket {
   State state_ = State::up;
   int error_ = 0;
   int reconnects_ = 0;
+  bool is_released_ = false;
   bool accepted_ = true;  // the peer's greeting has come over this socket, or none is due
   std::string why_;
   bool is_orderly_ = false;
