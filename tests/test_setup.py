@@ -315,7 +315,8 @@ def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
         f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; [ "$2" = --why-not ] && exit; echo "repeated $*"; {pytest}'
     )
     kept = ".pytest_cache/v/cache"
-    failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it[a b]\": true}}' >{kept}/lastfailed; exit 2"
+    failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it[a b]\": true}}' >{kept}/lastfailed"
+    failure += "; echo 'FAILED tests/test_x.py::test_it[a b] - assert 1 == 2'; exit 2"
     return ci(folder, f"test) {failure};;", python=python)
 
 
@@ -323,7 +324,8 @@ def test_ci_reports_a_test_that_fails_once_and_passes_twice_alone_as_unstable(tm
     run = repeating_ci(tmp_path, "exit 0")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("repeated -m pytest -q tests/test_x.py::test_it[a b]\n") == 2
-    assert "ci: UNSTABLE, failed once and passed twice: tests/test_x.py::test_it[a b]\n" in run.stdout
+    unstable = "ci: UNSTABLE in test, failed once and passed twice: tests/test_x.py::test_it[a b], with:\n"
+    assert unstable + "FAILED tests/test_x.py::test_it[a b] - assert 1 == 2\n" in run.stdout
 
 
 def test_ci_fails_with_a_test_that_fails_again(tmp_path: Path) -> None:
@@ -346,7 +348,8 @@ def test_ci_repeats_a_test_that_fails_under_a_sanitizer_without_a_report(tmp_pat
     run = sanitizing_ci(tmp_path, "1 failed")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("sanitized .venv/bin/python 2 ON tests/test_x.py::test_it\n") == 2
-    assert "ci: UNSTABLE, failed once and passed twice: tests/test_x.py::test_it\n" in run.stdout
+    unstable = "ci: UNSTABLE in sanitize, failed once and passed twice: tests/test_x.py::test_it, with:\n"
+    assert unstable in run.stdout
 
 
 @pytest.mark.parametrize("said", ["==7==ERROR: AddressSanitizer: heap", "x.cpp:3: runtime error: y", "exit code -6"])
