@@ -129,14 +129,13 @@ std::optional<Comm::Broken> Comm::broken(int rail) {
   return broken_locked(rail);
 }
 
-std::optional<Comm::Broken> Comm::disconnect(int rail, std::int32_t reconnects) {
+std::optional<Comm::Broken> Comm::disconnect(int rail) {
   const std::int64_t until_ns = now_ns() + ResumableSocket::kLastNs;
   for (;;) {
     transport::Fd readable;
     {
       const std::lock_guard lock(mutex_);
       ResumableSocket& connection = socket(rail);
-      if (connection.reconnects() != reconnects) return std::nullopt;
       connection.begin_disconnect();
       if (!connection.is_disconnecting()) return broken_locked(rail);
       if (connection.drain() || now_ns() >= until_ns) {
@@ -150,7 +149,7 @@ std::optional<Comm::Broken> Comm::disconnect(int rail, std::int32_t reconnects) 
   }
 }
 
-bool Comm::reconnect(int rail, std::int32_t reconnects, transport::Fd fd, const Agreed& agreed) {
+bool Comm::reconnect(int rail, int reconnects, transport::Fd fd, const Agreed& agreed) {
   const std::lock_guard lock(mutex_);
   ResumableSocket& connection = socket(rail);
   if (connection.reconnects() != reconnects) return false;
@@ -160,7 +159,7 @@ bool Comm::reconnect(int rail, std::int32_t reconnects, transport::Fd fd, const 
   return true;
 }
 
-void Comm::give_up(int rail, std::int32_t reconnects, const std::string& why) {
+void Comm::give_up(int rail, int reconnects, const std::string& why) {
   const std::lock_guard lock(mutex_);
   ResumableSocket& connection = socket(rail);
   if (!connection.is_broken() || connection.reconnects() != reconnects) return;

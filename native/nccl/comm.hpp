@@ -63,15 +63,15 @@ class Comm {
   // A connection that waits for a socket.
   struct Broken {
     std::uint64_t received = 0;  // bytes
-    std::int32_t reconnects = 0;
+    int reconnects = 0;          // of this end: the other end may not have learnt of the last one
     std::int64_t since_ns = 0;
   };
   int rails() const { return static_cast<int>(broken_since_ns_.size()); }
   std::optional<Broken> broken(int rail);
-  // The same, after giving up the socket of a connection that was reconnected `reconnects` times: the other end has.
-  std::optional<Broken> disconnect(int rail, std::int32_t reconnects);
-  bool reconnect(int rail, std::int32_t reconnects, transport::Fd socket, const Agreed& agreed);
-  void give_up(int rail, std::int32_t reconnects, const std::string& why);
+  // The same, after giving up the socket of a connection that is up: the other end has given it up.
+  std::optional<Broken> disconnect(int rail);
+  bool reconnect(int rail, int reconnects, transport::Fd socket, const Agreed& agreed);
+  void give_up(int rail, int reconnects, const std::string& why);
   // Finds connections that the other end has left, which no request may touch.
   void look();
 

@@ -154,6 +154,7 @@ void Endpoint::accept_all() {
 void Endpoint::take_in(Fd socket, const Address& peer) {
   std::shared_ptr<Listener> listener;
   std::shared_ptr<Comm> comm;
+  std::optional<Comm::Broken> broken;
   const auto decide = [&](const Hello& hello) -> std::optional<std::uint64_t> {
     if (hello.security != static_cast<std::uint8_t>(settings_.security)) {
       throw std::runtime_error("its NETFOLD_SECURITY is not this rank's");
@@ -161,7 +162,7 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
     if (hello.is_again != 0) {
       comm = find(hello.comm);
       if (comm == nullptr || hello.rail >= comm->rails()) return std::nullopt;
-      const auto broken = comm->disconnect(hello.rail, hello.reconnects);
+      broken = comm->disconnect(hello.rail);
       if (!broken) return std::nullopt;
       return broken->received;
     }
@@ -175,7 +176,7 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
   const auto agreed = accept(socket.get(), hello, secret_, now_ns() + kHandshakeNs, decide);
   if (!agreed) return;
   if (comm != nullptr) {
-    if (comm->reconnect(hello.rail, hello.reconnects, std::move(socket), *agreed)) {
+    if (comm->reconnect(hello.rail, broken->reconnects, std::move(socket), *agreed)) {
       inform("the connection from " + comm->peer() + " was made again");
     }
     return;
@@ -330,7 +331,6 @@ void Endpoint::connect_again(const std::shared_ptr<Comm>& comm, int rail) {
       hello.rail = static_cast<std::uint8_t>(rail);
       hello.rails = static_cast<std::uint8_t>(comm->rails());
       hello.security = static_cast<std::uint8_t>(settings_.security);
-      hello.reconnects = broken->reconnects;
       hello.received = broken->received;
       hello.listener = to.listener;
       hello.comm = comm->id();

@@ -29,7 +29,7 @@ struct Hello {
   std::uint8_t rail = 0;
   std::uint8_t rails = 1;
   std::uint8_t security = 0;  // auth::Security
-  std::int32_t reconnects = 0;
+  std::uint32_t reserved = 0;
   std::uint64_t received = 0;  // bytes over the connections before
   Id listener{};
   Id comm{};
