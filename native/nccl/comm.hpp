@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
+#include <netfold/nccl/interface.hpp>
 #include "handshake.hpp"
-#include "interface.hpp"
 
 namespace netfold::nccl {
 

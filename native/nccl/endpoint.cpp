@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <netfold/auth/hmac.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
 
 #include <algorithm>
@@ -91,6 +92,12 @@ Endpoint::Endpoint()
   run_apart([this] { look_at_all(); });
 }
 
+// The handle's secret, mixed with that of NETFOLD_SECRET_FILE: then who reads what NCCL carries cannot connect.
+auth::Secret Endpoint::key_of(const auth::Secret& of_handle) const {
+  if (settings_.job_secret.empty()) return of_handle;
+  return auth::hmac(std::as_bytes(std::span(settings_.job_secret)), of_handle);
+}
+
 std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
   Id id;
   fill_random(id);
@@ -173,7 +180,7 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
     return 0;
   };
   Hello hello;
-  const auto agreed = accept(socket.get(), hello, secret_, now_ns() + kHandshakeNs, decide);
+  const auto agreed = accept(socket.get(), hello, key_of(secret_), now_ns() + kHandshakeNs, decide);
   if (!agreed) return;
   if (comm != nullptr) {
     if (comm->reconnect(hello.rail, broken->reconnects, std::move(socket), *agreed)) {
@@ -223,7 +230,7 @@ void Endpoint::connect_all(Connecting& connecting, const Handle& handle) {
   Connections connections;
   for (; hello.rail < hello.rails; ++hello.rail) {
     Fd socket = connect_to(peer, deadline_ns);
-    const auto agreed = initiate(socket.get(), hello, handle.secret, deadline_ns);
+    const auto agreed = initiate(socket.get(), hello, key_of(handle.secret), deadline_ns);
     if (!agreed) throw std::runtime_error("the other rank has closed its listener");
     connections.sockets.push_back(std::move(socket));
     connections.secrets.push_back(agreed->secrets);
@@ -335,7 +342,8 @@ void Endpoint::connect_again(const std::shared_ptr<Comm>& comm, int rail) {
       hello.listener = to.listener;
       hello.comm = comm->id();
       Fd socket = connect_to(to.peer, deadline_ns);
-      const auto agreed = initiate(socket.get(), hello, to.secret, std::min(deadline_ns, now_ns() + kHandshakeNs));
+      const auto agreed =
+          initiate(socket.get(), hello, key_of(to.secret), std::min(deadline_ns, now_ns() + kHandshakeNs));
       if (!agreed) {
         comm->give_up(rail, broken->reconnects, "the other end has closed it");
       } else if (comm->reconnect(rail, broken->reconnects, std::move(socket), *agreed)) {

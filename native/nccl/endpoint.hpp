@@ -24,7 +24,7 @@
 
 namespace netfold::nccl {
 
-// What NCCL carries from the rank that listens to the one that connects.
+// Goes from the rank that listens to the rank that connects, over NCCL's bootstrap.
 struct Handle {
   std::array<char, 4> magic = {'n', 'f', 'n', '1'};
   std::uint8_t family = 0;  // 4 or 6
@@ -42,7 +42,7 @@ static_assert(sizeof(Handle) <= kHandleBytes);
 
 class Endpoint;
 
-// What NCCL accepts connections with.
+// Collects the connections to one handle, and makes comms of them.
 class Listener {
  public:
   Listener(Endpoint& endpoint, Id id) : endpoint_(endpoint), id_(id) {}
@@ -123,6 +123,7 @@ class Endpoint {
   void connect_again(const std::shared_ptr<Comm>& comm, int rail);
   std::shared_ptr<Comm> make(Comm::Role role, Id id, const transport::Address& peer, Connections connections,
                              Watched watched);
+  auth::Secret key_of(const auth::Secret& of_handle) const;
   std::shared_ptr<Comm> find(const Id& id);
   void wake();
 

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kMaxMessage = std::size_t{1} << 30;
 constexpr int kMaxComms = 65'536;
 
-// What NCCL holds for a comm.
+// NCCL holds pointers to these.
 struct HeldComm {
   std::shared_ptr<Comm> comm;
 };
@@ -62,7 +62,7 @@ Result devices(int* count) {
   });
 }
 
-// What all versions have.
+// The fields that all versions have.
 template <class Properties>
 Result common_properties(int number, Properties& properties) {
   return guarded([&] {

@@ -1,4 +1,4 @@
-// What the environment says, read once a process, and NCCL's log.
+// The settings in the environment, read once a process, and NCCL's log.
 #pragma once
 
 #include <netfold/auth/records.hpp>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "interface.hpp"
+#include <netfold/nccl/interface.hpp>
 
 namespace netfold::nccl {
 
@@ -16,8 +16,9 @@ struct Settings {
   std::vector<std::string> interfaces;             // NETFOLD_INTERFACE, with commas; empty: all that are up
   int streams = 1;                                 // NETFOLD_NCCL_STREAMS: TCP connections of a comm, 1 to 8
   std::int64_t reconnect_ns = 10'000'000'000;      // NETFOLD_RECONNECT_S
+  std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none
 
-  // Throws std::invalid_argument with a sentence that names the variable.
+  // Throws std::invalid_argument or std::runtime_error with a sentence that names the variable.
   static Settings from_environment();
 };
 

@@ -23,7 +23,7 @@ _Logger = CFUNCTYPE(None, c_int, c_ulong, c_char_p, c_int, c_char_p, c_char_p)
 
 
 def shared_object() -> Path:
-    """Where `pip install` puts it."""
+    """The file that `pip install` installs."""
     spec = importlib.util.find_spec("netfold._native")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent / "nccl" / "libnccl-net-netfold.so"

@@ -1,4 +1,4 @@
-"""The plugin where something is wrong: connections that break, ranks that die, strangers, settings."""
+"""The plugin where something is wrong: connections that break, ranks that die, unauthenticated peers, settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from ctypes import c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,7 @@ def test_what_was_sent_before_a_close_arrives() -> None:
     assert "left: it closed the connection" in values(run_ranks(leaving, 2, env=ENV))[1]
 
 
-def strangers(rank: int, size: int, folder: str) -> None:
+def among_unauthenticated_peers(rank: int, size: int, folder: str) -> None:
     plugin = Plugin()
     store = FileStore(folder)
     handle, listener = plugin.listen()
@@ -177,8 +178,8 @@ def strangers(rank: int, size: int, folder: str) -> None:
     peer = store.get(f"handle/{1 - rank}", 30)
     silent = [socket.create_connection(("127.0.0.1", port_of(peer))) for _ in range(50)]
     for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", b"nfnccl01" + bytes(200), os.urandom(1 << 16)):
-        with socket.create_connection(("127.0.0.1", port_of(peer))) as stranger:
-            threading.Thread(target=stranger.sendall, args=(garbage,), daemon=True).start()
+        with socket.create_connection(("127.0.0.1", port_of(peer))) as peer_of_nobody:
+            threading.Thread(target=peer_of_nobody.sendall, args=(garbage,), daemon=True).start()
             time.sleep(0.05)
     with pytest.raises(NcclError):  # a wrong secret
         plugin.connect(peer[:48] + bytes(32) + peer[80:])
@@ -195,8 +196,8 @@ def strangers(rank: int, size: int, folder: str) -> None:
     plugin.close(to, back)
 
 
-def test_strangers_change_nothing() -> None:
-    values(run_ranks(strangers, 2, env=ENV, timeout_s=60))
+def test_unauthenticated_peers_change_nothing() -> None:
+    values(run_ranks(among_unauthenticated_peers, 2, env=ENV, timeout_s=60))
 
 
 def failing_init(rank: int, size: int, folder: str) -> tuple[int, str]:
@@ -241,6 +242,56 @@ def test_ranks_with_unlike_security_are_told() -> None:
     connects, listens = values(run_ranks(unlike_security, 2))
     assert "no connection to " in connects
     assert "its NETFOLD_SECURITY is not this rank's" in listens
+
+
+def unlike_secrets(rank: int, size: int, folder: str, files: tuple[str, str]) -> str:
+    os.environ["NETFOLD_SECRET_FILE"] = files[rank]
+    plugin = Plugin()
+    store = FileStore(folder)
+    if rank == 1:
+        handle, listener = plugin.listen()
+        store.set("handle", handle)
+        if files[0] == files[1]:
+            plugin.accept(listener)
+        store.get("done", 60)
+        return "\n".join(text for _, text in plugin.log)
+    try:
+        plugin.connect(store.get("handle", 30))
+        return "connected"
+    except NcclError as refused:
+        return str(refused)
+    finally:
+        store.set("done", b"")
+
+
+def secret_file(folder: Path, name: str, text: str, mode: int = 0o600) -> str:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_secret_of_the_job_is_needed_beside_the_handle(tmp_path: Path) -> None:
+    one, other = secret_file(tmp_path, "one", "a" * 32 + "\n"), secret_file(tmp_path, "other", "b" * 32)
+    assert values(run_ranks(unlike_secrets, 2, (one, one), env=ENV))[0] == "connected"
+    connects, listens = values(run_ranks(unlike_secrets, 2, (one, other), env=ENV))
+    assert "the other end does not know the listener's secret" in connects
+    assert "aaaa" not in connects + listens
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "sentence"),
+    [
+        ("a" * 32, 0o644, "it can be read by others: chmod 600"),
+        ("a" * 31, 0o600, "it has to hold 32 to 256 letters and digits"),
+        ("a" * 40 + "-", 0o600, "it has to hold 32 to 256 letters and digits"),
+    ],
+)
+def test_a_secret_file_that_is_none_is_one_sentence(tmp_path: Path, text: str, mode: int, sentence: str) -> None:
+    env = {"NETFOLD_SECRET_FILE": secret_file(tmp_path, "secret", text, mode)}
+    _, refused = values(run_ranks(failing_init, 1, env=env))[0]
+    assert sentence in refused
+    assert "aaaa" not in refused.replace(str(tmp_path), "")
 
 
 def foreign_handle(rank: int, size: int, folder: str) -> tuple[int, str]:

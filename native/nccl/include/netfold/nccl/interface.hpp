@@ -100,7 +100,7 @@ struct PropertiesV12 {
   std::int16_t plane;
 };
 
-// What no version uses here, or only to pass on: an offloaded connection, a communicator's settings, a profiler's call.
+// The plugin uses none of them: an offloaded connection, a communicator's settings, a profiler's call.
 using Ignored = void*;
 
 struct Registrations {
