@@ -17,16 +17,22 @@ using transport::Address;
 using transport::Fd;
 using transport::now_ns;
 
-// An exception that leaves a thread would end the process.
+// An exception that leaves a thread would end the process. False: the system gives no thread now.
 template <class Work>
-void run_apart(Work work) {
-  std::thread([work = std::move(work)] {
-    try {
-      work();
-    } catch (const std::exception& error) {
-      warn(error.what());
-    }
-  }).detach();
+bool run_apart(Work work) {
+  try {
+    std::thread([work = std::move(work)] {
+      try {
+        work();
+      } catch (const std::exception& error) {
+        warn(error.what());
+      }
+    }).detach();
+    return true;
+  } catch (const std::system_error& error) {
+    warn(std::string("no thread can be made: ") + error.what());
+    return false;
+  }
 }
 
 Handle handle_of(const Address& address, int streams, const Id& listener, const auth::Secret& secret) {
@@ -88,8 +94,9 @@ Endpoint::Endpoint()
       ports_changed_(transport::make_event()) {
   if (!auth::unavailable_reason().empty()) throw std::runtime_error(auth::unavailable_reason());
   fill_random(secret_);
-  run_apart([this] { accept_all(); });
-  run_apart([this] { look_at_all(); });
+  if (!run_apart([this] { accept_all(); }) || !run_apart([this] { look_at_all(); })) {
+    throw std::runtime_error("the plugin needs two threads of its own");
+  }
 }
 
 // The handle's secret, mixed with that of NETFOLD_SECRET_FILE: then who reads what NCCL carries cannot connect.
@@ -132,30 +139,46 @@ void Endpoint::accept_all() {
     std::vector<pollfd> fds{{ports_changed_.get(), POLLIN, 0}};
     {
       const std::lock_guard lock(mutex_);
-      for (const Port& port : ports_) fds.push_back({port.socket.get(), POLLIN, 0});
+      // Beyond the limit, connections wait in the kernel's queue.
+      for (const Port& port : ports_) {
+        if (handshakes_ < kMaxHandshakes) fds.push_back({port.socket.get(), POLLIN, 0});
+      }
     }
     ::poll(fds.data(), fds.size(), -1);
     transport::clear(ports_changed_);
     for (const pollfd& each : std::span(fds).subspan(1)) {
-      if ((each.revents & POLLIN) == 0) continue;
-      Address peer;
-      peer.length = sizeof peer.storage;
-      auto* address = reinterpret_cast<sockaddr*>(&peer.storage);
-      auto socket = std::make_shared<Fd>(::accept4(each.fd, address, &peer.length, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      const std::lock_guard lock(mutex_);
-      if (!*socket || handshakes_ >= kMaxHandshakes) continue;
-      ++handshakes_;
-      run_apart([this, socket, peer] {
-        try {
-          take_in(std::move(*socket), peer);
-        } catch (const std::exception& error) {
-          inform("a connection from " + peer.text() + " was closed: " + error.what());
-        }
-        const std::lock_guard done(mutex_);
-        --handshakes_;
-      });
+      if ((each.revents & POLLIN) != 0) accept_one(each.fd);
     }
   }
+}
+
+void Endpoint::accept_one(int port) {
+  Address peer;
+  peer.length = sizeof peer.storage;
+  auto* address = reinterpret_cast<sockaddr*>(&peer.storage);
+  const auto socket = std::make_shared<Fd>(::accept4(port, address, &peer.length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!*socket) {
+    if (transport::is_temporary(errno) || errno == ECONNABORTED) return;
+    warn(std::string("a connection cannot be accepted: ") + std::strerror(errno));  // descriptors are short
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kRetryNs));
+    return;
+  }
+  count_handshake(1);
+  const bool is_begun = run_apart([this, socket, peer] {
+    try {
+      take_in(std::move(*socket), peer);
+    } catch (const std::exception& error) {
+      inform("a connection from " + peer.text() + " was closed: " + error.what());
+    }
+    count_handshake(-1);
+  });
+  if (!is_begun) count_handshake(-1);
+}
+
+void Endpoint::count_handshake(int change) {
+  const std::lock_guard lock(mutex_);
+  if (handshakes_ == kMaxHandshakes) transport::signal(ports_changed_);
+  handshakes_ += change;
 }
 
 void Endpoint::take_in(Fd socket, const Address& peer) {
@@ -208,7 +231,7 @@ std::shared_ptr<Connecting> Endpoint::connect(const Handle& handle) {
   if (handle.magic != Handle().magic)
     throw std::runtime_error("the handle is not one of this plugin: every rank must use it");
   auto connecting = std::make_shared<Connecting>();
-  run_apart([this, connecting, handle] {
+  const bool is_begun = run_apart([this, connecting, handle] {
     try {
       connect_all(*connecting, handle);
     } catch (const std::exception& error) {
@@ -216,6 +239,7 @@ std::shared_ptr<Connecting> Endpoint::connect(const Handle& handle) {
       connecting->error_ = "no connection to " + address_of(handle).text() + ": " + error.what();
     }
   });
+  if (!is_begun) throw std::runtime_error("no connection to " + address_of(handle).text() + " can be begun");
   return connecting;
 }
 
@@ -312,8 +336,8 @@ void Endpoint::look_at_all() {
           const std::lock_guard lock(mutex_);
           const auto found = comms_.find(each.comm->id());
           if (found == comms_.end()) continue;
-          found->second.is_connecting[static_cast<std::size_t>(rail)] = true;
-          run_apart([this, comm = each.comm, rail] { connect_again(comm, rail); });
+          const bool is_begun = run_apart([this, comm = each.comm, rail] { connect_again(comm, rail); });
+          found->second.is_connecting[static_cast<std::size_t>(rail)] = is_begun;
         }
       }
     }

@@ -93,7 +93,7 @@ class Endpoint {
  private:
   friend class Listener;
   static constexpr int kMaxHandshakes = 256;
-  static constexpr std::int64_t kHandshakeNs = 10'000'000'000;
+  static constexpr std::int64_t kHandshakeNs = 5'000'000'000;
   static constexpr std::int64_t kConnectNs = 30'000'000'000;
   static constexpr std::int64_t kCloseNs = 5'000'000'000;
   static constexpr std::int64_t kLookNs = 200'000'000;
@@ -116,6 +116,8 @@ class Endpoint {
 
   Endpoint();
   void accept_all();
+  void accept_one(int port);
+  void count_handshake(int change);
   void take_in(transport::Fd socket, const transport::Address& peer);
   void look_at_all();
   void connect_all(Connecting& connecting, const Handle& handle);

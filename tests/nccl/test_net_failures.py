@@ -176,7 +176,8 @@ def among_unauthenticated_peers(rank: int, size: int, folder: str) -> None:
     handle, listener = plugin.listen()
     store.set(f"handle/{rank}", handle)
     peer = store.get(f"handle/{1 - rank}", 30)
-    silent = [socket.create_connection(("127.0.0.1", port_of(peer))) for _ in range(50)]
+    # More than the handshakes that a process has under way at once: the rest waits until the first give up.
+    silent = [socket.create_connection(("127.0.0.1", port_of(peer))) for _ in range(300)]
     for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", b"nfnccl01" + bytes(200), os.urandom(1 << 16)):
         with socket.create_connection(("127.0.0.1", port_of(peer))) as peer_of_nobody:
             threading.Thread(target=peer_of_nobody.sendall, args=(garbage,), daemon=True).start()
