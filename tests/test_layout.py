@@ -21,6 +21,7 @@ MAY_INCLUDE = {
     # Headers that the headers of collective include.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
+    "nccl": {"collective", "transport", "auth"},
     "dev/delay_link": {"transport"},
     "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "dataplane"},
     # The bindings' conversions include protocol.

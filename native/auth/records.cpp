@@ -1,3 +1,4 @@
+#include <netfold/auth/hmac.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/auth/records.hpp>
 
@@ -17,13 +18,7 @@ void store(std::uint64_t value, std::size_t bytes, std::byte* out) {
 }
 
 Secret derive_secret(const Secret& from, const char* what) {
-  Secret out;
-  unsigned bytes = 0;
-  const auto* done =
-      crypto().hmac(crypto().sha_256(), from.data(), static_cast<int>(from.size()),
-                    reinterpret_cast<const unsigned char*>(what), std::strlen(what), bytes_of(out.data()), &bytes);
-  check(done != nullptr && bytes == out.size(), "derive the key of a stream");
-  return out;
+  return hmac(from, std::as_bytes(std::span(what, std::strlen(what))));
 }
 
 }  // namespace

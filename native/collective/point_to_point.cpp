@@ -94,6 +94,7 @@ void PointToPoint::post_receive(Ticket ticket, const Call& call) {
                   .source = call.root,
                   .tag = call.tag,
                   .dtype = static_cast<std::uint8_t>(call.dtype),
+                  .accepts_less = call.accepts_less,
                   .data = call.outputs[0].data,
                   .bytes = call.outputs[0].bytes};
   if (const auto source = matcher_.source_of_kept(call.root, call.tag)) {
@@ -135,7 +136,7 @@ void PointToPoint::receive_kept(int source, Message& message, Receive receive) {
     input.receive = std::move(receive);
     return;
   }
-  finish(source, receive.ticket, 0);
+  finish(source, receive.ticket, message.header.bytes, 0);
   return_credit(source, cost(message.header));
 }
 
@@ -157,7 +158,8 @@ std::optional<PointToPoint::Receive> PointToPoint::match(int source, int tag) {
 }
 
 bool PointToPoint::fits(int source, const FrameHeader& header, const Receive& receive) {
-  if (header.bytes == receive.bytes && header.dtype == receive.dtype) return true;
+  const bool has_place = receive.accepts_less ? header.bytes <= receive.bytes : header.bytes == receive.bytes;
+  if (has_place && header.dtype == receive.dtype) return true;
   const std::string tag = " with tag " + std::to_string(header.tag);
   fault_ = {receive.ticket,
             {Failure::Kind::mismatch, source,
@@ -169,6 +171,7 @@ bool PointToPoint::fits(int source, const FrameHeader& header, const Receive& re
 
 void PointToPoint::accept(int source, const FrameHeader& header, Receive receive) {
   if (!fits(source, header, receive)) return;
+  receive.bytes = header.bytes;
   FrameHeader answer;
   answer.type = Type::accept;
   answer.id = header.id;
@@ -250,7 +253,7 @@ void PointToPoint::finish_input(int from) {
   const FrameHeader& header = input.header;
   if (header.type == Type::eager) {
     if (input.receive) {
-      finish(from, input.receive->ticket, 0);
+      finish(from, input.receive->ticket, header.bytes, 0);
       return_credit(from, cost(header));
     }
     input.receive.reset();
@@ -259,7 +262,7 @@ void PointToPoint::finish_input(int from) {
     const auto found = peer.accepted.find(header.id);
     found->second.received += header.bytes;
     if (found->second.received < found->second.bytes) return;
-    finish(from, found->second.ticket, sizeof header, found->second.lease);
+    finish(from, found->second.ticket, found->second.bytes, sizeof header, found->second.lease);
     peer.accepted.erase(found);
   } else if (header.type == Type::abort) {
     const bool blames_us = header.tag == lane_->rank();
@@ -286,9 +289,9 @@ void PointToPoint::return_credit(int to, std::size_t bytes) {
   peer.frames.push_back({header});
 }
 
-void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const Lease& lease) {
+void PointToPoint::finish(int peer, Ticket ticket, std::size_t received, std::uint64_t wire_bytes, const Lease& lease) {
   --at(peer).outstanding;
-  Done done{.ticket = ticket, .peer = peer, .wire_bytes = wire_bytes, .registrations = {}};
+  Done done{.ticket = ticket, .peer = peer, .received = received, .wire_bytes = wire_bytes, .registrations = {}};
   if (lease != nullptr) done.registrations = {lease->hits, lease->misses};
   done_.push_back(done);
 }

@@ -165,7 +165,7 @@ bool PointToPoint::reclaim(int to) {
   while (!peer.in_flight.empty() && peer.in_flight.front().end <= returned) {
     const InFlight in_flight = std::move(peer.in_flight.front());
     peer.in_flight.pop_front();
-    if (in_flight.ticket != 0) finish(to, in_flight.ticket, in_flight.wire_bytes, in_flight.lease);
+    if (in_flight.ticket != 0) finish(to, in_flight.ticket, 0, in_flight.wire_bytes, in_flight.lease);
     moved = true;
   }
   return moved;

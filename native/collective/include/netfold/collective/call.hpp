@@ -98,10 +98,11 @@ struct Call {
   std::uint16_t table = 0;                   // hash of the choice table; ranks whose tables differ report a mismatch
   std::uint32_t sequence = 0;
   int root = 0;
-  int tag = 0;               // of a send or receive; not negative, unless the message is internal
-  bool is_internal = false;  // a message that netfold sends for itself, not an operation of the program
-  std::uint8_t step_of = 0;  // of a call inside another call: that call's step(); else 0
-  std::uint64_t layout = 0;  // of a call inside another call: layout_of that call's blocks, where ranks have blocks
+  int tag = 0;                // of a send or receive; not negative, unless the message is internal
+  bool accepts_less = false;  // of a receive: the message may be shorter than the output
+  bool is_internal = false;   // a message that netfold sends for itself, not an operation of the program
+  std::uint8_t step_of = 0;   // of a call inside another call: that call's step(); else 0
+  std::uint64_t layout = 0;   // of a call inside another call: layout_of that call's blocks, where ranks have blocks
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 

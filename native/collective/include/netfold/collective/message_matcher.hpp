@@ -41,8 +41,9 @@ class MessageMatcher {
     int source = kAnySource;
     int tag = 0;
     std::uint8_t dtype = 0;
+    bool accepts_less = false;
     std::byte* data = nullptr;
-    std::size_t bytes = 0;
+    std::size_t bytes = 0;     // of the output; once a message is accepted, of the message
     std::size_t received = 0;  // bytes
     std::size_t posted = 0;    // bytes that are posted for RMA, or need no posting
     transport::Pipe::RegistrationLease lease;

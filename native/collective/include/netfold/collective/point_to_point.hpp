@@ -18,7 +18,7 @@
 // (transport/readable_peers.hpp).
 //
 // A peer that leaves or breaks its connection fails only the calls that wait for it. Messages that it sent before can
-// still be received. Where sizes or dtypes differ the receiver fails, and an abort frame tells the sender the reason,
+// still be received. Where sizes or dtypes differ (a receive may accept less than its size) the receiver fails, and an abort frame tells the sender the reason,
 // as for every failure.
 #pragma once
 
@@ -52,7 +52,8 @@ class PointToPoint {
   using Ticket = MessageMatcher::Ticket;
   struct Done {
     Ticket ticket = 0;
-    int peer = -1;  // the other end; of a receive from any source, the sender
+    int peer = -1;             // the other end; of a receive from any source, the sender
+    std::size_t received = 0;  // bytes of a received message
     std::uint64_t wire_bytes = 0;
     Algorithm::Registrations registrations;
   };
@@ -183,7 +184,7 @@ class PointToPoint {
   void handle(int peer, const FrameHeader& header);
   void finish_input(int peer);
   void return_credit(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const Lease& lease = nullptr);
+  void finish(int peer, Ticket ticket, std::size_t received, std::uint64_t wire_bytes, const Lease& lease = nullptr);
   void broken(int peer, const std::string& what);
 
   // point_to_point_io.cpp: the streams, and peers that are gone.

@@ -1,0 +1,305 @@
+// The plugin for NCCL beside plain sockets, between the same processes: messages there and back, and a ring's all_reduce.
+// bench/nccl.py compiles this program, starts one a host, and reads what rank 0 prints.
+//
+// The plugin is loaded and called as NCCL does it. Plain sockets are one TCP connection to the next rank and one from
+// the previous, with TCP_NODELAY; they know every size, and send no header. Both sides are polled, and yield the core
+// between polls, as NCCL's proxy thread does. They take turns by rounds.
+//
+//   nccl_net PLUGIN FOLDER RANK SIZE ADDRESS ROUNDS MODE BYTES CALLS [MODE BYTES CALLS ...]
+//     MODE: there-and-back (between 2 ranks), ring (all_reduce of f32). Prints a line a round and side:
+//     MODE BYTES SIDE, seconds of a call
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <netfold/nccl/interface.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace nccl = netfold::nccl;
+
+namespace {
+
+[[noreturn]] void stop(const std::string& why) {
+  std::fprintf(stderr, "nccl_net: %s\n", why.c_str());
+  std::exit(1);
+}
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Files by which ranks tell each other something before there is a connection.
+class Folder {
+ public:
+  Folder(std::string path, int rank) : path_(std::move(path)), rank_(rank) {}
+  void write(const std::string& name, const std::vector<char>& what) const {
+    const std::string file = path_ + "/" + name + std::to_string(rank_);
+    std::ofstream(file + ".new", std::ios::binary).write(what.data(), static_cast<std::streamsize>(what.size()));
+    if (std::rename((file + ".new").c_str(), file.c_str()) != 0) stop("cannot write " + file);
+  }
+  std::vector<char> read(const std::string& name, int rank) const {
+    const std::string file = path_ + "/" + name + std::to_string(rank);
+    const double until_s = now_s() + 60;
+    while (now_s() < until_s) {
+      std::ifstream in(file, std::ios::binary);
+      if (in) return {std::istreambuf_iterator<char>(in), {}};
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    stop("there was no " + file + " after 60 s");
+  }
+
+ private:
+  std::string path_;
+  int rank_;
+};
+
+// A network with a way to the next rank and one from the previous. Pieces of memory go and come in order.
+class Net {
+ public:
+  virtual ~Net() = default;
+  virtual void send(char* data, std::size_t bytes) = 0;
+  virtual void receive(char* data, std::size_t bytes) = 0;
+  // Moves what can be moved; counts the pieces that are done.
+  virtual void poll() = 0;
+  std::size_t sent = 0;
+  std::size_t received = 0;
+
+  void wait(std::size_t to_send, std::size_t to_receive) {
+    for (poll(); sent < to_send || received < to_receive; poll()) sched_yield();
+    sent = received = 0;
+  }
+};
+
+void log(int level, unsigned long, const char*, int, const char* format, ...) {
+  if (level > nccl::kWarn) return;
+  va_list values;
+  va_start(values, format);
+  std::vfprintf(stderr, format, values);
+  std::fputc('\n', stderr);
+  va_end(values);
+}
+
+class PluginNet final : public Net {
+ public:
+  using Table = nccl::NetV11<nccl::PropertiesV12, 8>;
+
+  PluginNet(const char* plugin, const Folder& folder, int rank, int size) {
+    void* library = dlopen(plugin, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) stop(dlerror());
+    table_ = static_cast<const Table*>(dlsym(library, "ncclNetPlugin_v12"));
+    if (table_ == nullptr) stop(dlerror());
+    check(table_->init(&context_, 1, nullptr, log, nullptr), "init");
+    std::vector<char> handle(nccl::kHandleBytes);
+    void* listener = nullptr;
+    check(table_->listen(context_, 0, handle.data(), &listener), "listen");
+    folder.write("handle", handle);
+    auto next = folder.read("handle", (rank + 1) % size);
+    while (send_ == nullptr || receive_ == nullptr) {
+      if (send_ == nullptr) check(table_->connect(context_, 0, next.data(), &send_, nullptr), "connect");
+      if (receive_ == nullptr) check(table_->accept(listener, &receive_, nullptr), "accept");
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+  void send(char* data, std::size_t bytes) override {
+    void* request = nullptr;
+    check(table_->transfers.send(send_, data, bytes, 0, nullptr, nullptr, &request), "send");
+    if (request == nullptr) stop("the plugin takes fewer requests than NCCL makes");
+    sends_.push_back(request);
+  }
+  void receive(char* data, std::size_t bytes) override {
+    void *into = data, *nothing = nullptr, *request = nullptr;
+    int tag = 0;
+    check(table_->transfers.receive(receive_, 1, &into, &bytes, &tag, &nothing, &nothing, &request), "receive");
+    if (request == nullptr) stop("the plugin takes fewer requests than NCCL makes");
+    receives_.push_back(request);
+  }
+  void poll() override {
+    sent += finished(sends_);
+    received += finished(receives_);
+  }
+
+ private:
+  void check(nccl::Result result, const char* what) {
+    if (result != nccl::Result::success) stop(std::string(what) + " failed");
+  }
+  std::size_t finished(std::deque<void*>& requests) {
+    std::size_t count = 0;
+    for (int done = 1; !requests.empty(); ++count, requests.pop_front()) {
+      check(table_->completion.test(requests.front(), &done, nullptr), "test");
+      if (done == 0) break;
+    }
+    return count;
+  }
+
+  const Table* table_ = nullptr;
+  void* context_ = nullptr;
+  void* send_ = nullptr;
+  void* receive_ = nullptr;
+  std::deque<void*> sends_, receives_;
+};
+
+class SocketNet final : public Net {
+ public:
+  SocketNet(const Folder& folder, int rank, int size, const char* host) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    if (inet_pton(AF_INET, host, &address.sin_addr) != 1) stop("not an address");
+    const int listener = socket(AF_INET, SOCK_STREAM, 0);
+    socklen_t length = sizeof address;
+    if (bind(listener, reinterpret_cast<sockaddr*>(&address), length) != 0 || ::listen(listener, 1) != 0)
+      stop("listen");
+    getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
+    const char* raw = reinterpret_cast<const char*>(&address);
+    folder.write("socket", {raw, raw + sizeof address});
+    const auto next = folder.read("socket", (rank + 1) % size);
+    send_ = socket(AF_INET, SOCK_STREAM, 0);
+    if (::connect(send_, reinterpret_cast<const sockaddr*>(next.data()), sizeof address) != 0) stop("connect");
+    receive_ = ::accept(listener, nullptr, nullptr);
+    const int on = 1;
+    setsockopt(send_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+
+  void send(char* data, std::size_t bytes) override { out_.push_back({data, bytes}); }
+  void receive(char* data, std::size_t bytes) override { in_.push_back({data, bytes}); }
+  void poll() override {
+    while (!out_.empty()) {
+      if (!advance(out_, ::send(send_, out_.front().data, out_.front().left, MSG_DONTWAIT | MSG_NOSIGNAL))) break;
+      ++sent;
+    }
+    while (!in_.empty()) {
+      if (!advance(in_, ::recv(receive_, in_.front().data, in_.front().left, MSG_DONTWAIT))) break;
+      ++received;
+    }
+  }
+
+ private:
+  struct Piece {
+    char* data;
+    std::size_t left;
+  };
+  // Whether the first piece is done; it is removed then.
+  static bool advance(std::deque<Piece>& pieces, ssize_t moved) {
+    if (moved < 0 && errno != EAGAIN) stop(std::strerror(errno));
+    if (moved <= 0) return false;
+    Piece& first = pieces.front();
+    first.data += moved;
+    first.left -= static_cast<std::size_t>(moved);
+    if (first.left > 0) return false;
+    pieces.pop_front();
+    return true;
+  }
+
+  int send_ = -1;
+  int receive_ = -1;
+  std::deque<Piece> out_, in_;
+};
+
+void there_and_back(Net& net, int rank, char* data, std::size_t bytes) {
+  net.receive(data, bytes);
+  if (rank == 0) net.send(data, bytes);
+  net.wait(rank == 0 ? 1 : 0, 1);
+  if (rank == 0) return;
+  net.send(data, bytes);
+  net.wait(1, 0);
+}
+
+// As NCCL runs it: pieces of 512 KB, of which a few are under way each way; a piece goes on once it came and was added.
+void ring(Net& net, int rank, int size, std::vector<float>& values) {
+  constexpr std::size_t kPiece = (512 << 10) / sizeof(float), kUnderWay = 8;
+  static std::vector<float> came(kPiece * kUnderWay);
+  const std::size_t part = values.size() / static_cast<std::size_t>(size);
+  const std::size_t a_step = (part + kPiece - 1) / kPiece, all = a_step * static_cast<std::size_t>(2 * size - 2);
+  struct Place {
+    float* data;
+    std::size_t count;
+    bool adds;
+  };
+  const auto place = [&](std::size_t number, int ahead) {
+    const auto step = static_cast<int>(number / a_step);
+    const std::size_t begin = number % a_step * kPiece;
+    const auto of = static_cast<std::size_t>((rank - step - ahead + 2 * size) % size);
+    return Place{&values[of * part + begin], std::min(kPiece, part - begin), step < size - 1};
+  };
+  const auto into = [&](std::size_t number) {
+    const Place to = place(number, 1);
+    return to.adds ? &came[number % kUnderWay * kPiece] : to.data;
+  };
+  std::size_t sends = 0, receives = 0, added = 0;
+  while (net.sent < all || added < all) {
+    const std::size_t before = net.sent + added;
+    for (; receives < all && receives < added + kUnderWay; ++receives) {
+      net.receive(reinterpret_cast<char*>(into(receives)), place(receives, 1).count * sizeof(float));
+    }
+    for (; sends < all && sends < net.sent + kUnderWay && sends < added + a_step; ++sends) {
+      const Place from = place(sends, 0);
+      net.send(reinterpret_cast<char*>(from.data), from.count * sizeof(float));
+    }
+    net.poll();
+    for (; added < net.received; ++added) {
+      const Place to = place(added, 1);
+      const float* const from = into(added);
+      for (std::size_t i = 0; to.adds && i < to.count; ++i) to.data[i] += from[i];
+    }
+    if (net.sent + added == before) sched_yield();
+  }
+  net.sent = net.received = 0;
+}
+
+// Every rank has come so far.
+void meet(Net& sockets, int rank) {
+  char token = 0;
+  for (int turn = 0; turn < 2; ++turn) there_and_back(sockets, rank, &token, 1);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const Folder folder(words[2], std::atoi(words[3]));
+  const int rank = std::atoi(words[3]), size = std::atoi(words[4]), rounds = std::atoi(words[6]);
+  PluginNet plugin(words[1], folder, rank, size);
+  SocketNet sockets(folder, rank, size, words[5]);
+  for (int at = 7; at + 2 < count; at += 3) {
+    const std::string mode = words[at];
+    const auto bytes = static_cast<std::size_t>(std::atoll(words[at + 1]));
+    const int calls = std::atoi(words[at + 2]);
+    std::vector<char> data(bytes);
+    std::vector<float> values(bytes / sizeof(float));
+    for (int round = -1; round < rounds; ++round) {  // the first warms up
+      for (int turn = 0; turn < 2; ++turn) {
+        const bool is_plugin = (turn == 0) == (round % 2 == 0);
+        Net& net = is_plugin ? static_cast<Net&>(plugin) : sockets;
+        std::fill(values.begin(), values.end(), static_cast<float>(rank + 1));
+        meet(sockets, rank);
+        std::vector<double> took;
+        for (int call = 0; call < calls; ++call) {
+          const double began_s = now_s();
+          mode == "ring" ? ring(net, rank, size, values) : there_and_back(net, rank, data.data(), bytes);
+          took.push_back(now_s() - began_s);
+        }
+        if (mode == "ring") {
+          float wanted = static_cast<float>(size * (size + 1) / 2);
+          for (int call = 1; call < calls; ++call) wanted *= static_cast<float>(size);
+          if (std::ranges::any_of(values, [&](float each) { return each != wanted; })) stop("a wrong sum");
+        }
+        std::ranges::nth_element(took, took.begin() + calls / 2);
+        if (rank != 0 || round < 0) continue;
+        std::printf("%s %zu %s %.9f\n", mode.c_str(), bytes, is_plugin ? "plugin" : "sockets",
+                    took[static_cast<std::size_t>(calls / 2)]);
+      }
+    }
+  }
+}

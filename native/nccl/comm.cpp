@@ -1,0 +1,190 @@
+#include "comm.hpp"
+
+#include <poll.h>
+#include <netfold/transport/tcp/tcp_pipe.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace netfold::nccl {
+namespace {
+
+using collective::Kind;
+using transport::now_ns;
+using transport::ResumableSocket;
+
+// Both pipes of the mesh are there from the beginning.
+class NoPipes final : public transport::PipeMaker {
+ public:
+  std::unique_ptr<transport::Pipe> make(int) override { throw std::logic_error("a comm has one pipe"); }
+};
+
+std::unique_ptr<transport::Mesh> mesh_of(int self, Connections connections,
+                                         std::function<void(int rail, bool is_first)> on_broken) {
+  std::vector<std::unique_ptr<transport::Pipe>> pipes(2);
+  pipes[static_cast<std::size_t>(1 - self)] = std::make_unique<transport::TcpPipe>(
+      std::move(connections.sockets), connections.secrets, true, std::move(on_broken));
+  return std::make_unique<transport::Mesh>(self, std::move(pipes), std::make_unique<NoPipes>());
+}
+
+// A ticket holds the number of the request and of the message in it; the rest makes it unique.
+constexpr int kRequestShift = 3;
+constexpr int kCountShift = 8;
+static_assert(kMaxReceives == 1 << kRequestShift && kMaxRequests == 1 << (kCountShift - kRequestShift));
+
+}  // namespace
+
+Comm::Comm(Role role, Id id, std::string peer, Connections connections, std::function<void()> on_broken)
+    : role_(role),
+      id_(id),
+      peer_(std::move(peer)),
+      broken_since_ns_(connections.sockets.size()),
+      lane_(
+          mesh_of(static_cast<int>(role), std::move(connections), [this, tell = std::move(on_broken)](int rail, bool) {
+            broken_since_ns_[static_cast<std::size_t>(rail)] = now_ns();
+            tell();
+          })) {
+  for (std::size_t i = 0; i < requests_.size(); ++i) {
+    requests_[i].comm_ = this;
+    requests_[i].index_ = static_cast<int>(i);
+  }
+}
+
+Comm::Request* Comm::free_request(int count) {
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+  const auto free = std::ranges::find(requests_, 0, &Request::count_);
+  if (free == requests_.end()) return nullptr;
+  free->count_ = free->left_ = count;
+  free->bytes_ = {};
+  return &*free;
+}
+
+void Comm::post(const Request& request, int which, Kind kind, std::byte* data, std::size_t bytes, int tag) {
+  collective::Call call;
+  call.kind = kind;
+  call.root = other();
+  call.tag = tag;
+  call.accepts_less = true;
+  (kind == Kind::send ? call.inputs : call.outputs).push_back({data, bytes});
+  const auto place = static_cast<std::uint64_t>(request.index_) << kRequestShift | static_cast<std::uint64_t>(which);
+  lane_.post(++posted_ << kCountShift | place, call);
+}
+
+Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag) {
+  const std::lock_guard lock(mutex_);
+  Request* request = free_request(1);
+  if (request == nullptr) return nullptr;
+  request->bytes_[0] = bytes;
+  post(*request, 0, Kind::send, data, bytes, tag);
+  progress();
+  return request;
+}
+
+Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* bytes, const int* tags) {
+  const std::lock_guard lock(mutex_);
+  Request* request = free_request(count);
+  if (request == nullptr) return nullptr;
+  for (int i = 0; i < count; ++i) post(*request, i, Kind::receive, static_cast<std::byte*>(data[i]), bytes[i], tags[i]);
+  return request;
+}
+
+bool Comm::test(Request& request, int* sizes) {
+  const std::lock_guard lock(mutex_);
+  if (request.left_ > 0 || has_unsent_) progress();
+  // A record that no call sends on would wait for the next request.
+  if (request.left_ > 0 || has_unsent_) {
+    if (!failure_.empty()) throw std::runtime_error(failure_);
+    return false;
+  }
+  for (int i = 0; sizes != nullptr && i < request.count_; ++i) {
+    sizes[i] = static_cast<int>(request.bytes_[static_cast<std::size_t>(i)]);
+  }
+  request.count_ = 0;
+  return true;
+}
+
+void Comm::progress() {
+  if (!failure_.empty()) return;
+  const auto result = lane_.poll();
+  for (const auto& done : lane_.take_done()) {
+    Request& request = requests_[done.ticket >> kRequestShift & (kMaxRequests - 1)];
+    if (role_ == Role::receiver) request.bytes_[done.ticket & (kMaxReceives - 1)] = done.received;
+    --request.left_;
+  }
+  if (result == collective::Progress::failed) {
+    failure_ = (role_ == Role::sender ? "sending to " : "receiving from ") + peer_ +
+               " (rank 0 sends, rank 1 receives): " + lane_.fault()->failure.text;
+  }
+  has_unsent_ = !lane_.mesh().flush();
+}
+
+std::optional<Comm::Broken> Comm::broken_locked(int rail) {
+  const ResumableSocket& connection = socket(rail);
+  if (!connection.is_broken()) return std::nullopt;
+  return Broken{connection.received(), connection.reconnects(), broken_since_ns_[static_cast<std::size_t>(rail)]};
+}
+
+std::optional<Comm::Broken> Comm::broken(int rail) {
+  const std::lock_guard lock(mutex_);
+  return broken_locked(rail);
+}
+
+std::optional<Comm::Broken> Comm::disconnect(int rail) {
+  const std::int64_t until_ns = now_ns() + ResumableSocket::kLastNs;
+  for (;;) {
+    transport::Fd readable;
+    {
+      const std::lock_guard lock(mutex_);
+      ResumableSocket& connection = socket(rail);
+      connection.begin_disconnect();
+      if (!connection.is_disconnecting()) return broken_locked(rail);
+      if (connection.drain() || now_ns() >= until_ns) {
+        connection.end_disconnect();
+        return broken_locked(rail);
+      }
+      readable = connection.duplicate_socket();
+    }
+    pollfd more{readable.get(), POLLIN, 0};
+    ::poll(&more, 1, static_cast<int>((until_ns - now_ns()) / 1'000'000 + 1));
+  }
+}
+
+bool Comm::reconnect(int rail, int reconnects, transport::Fd fd, const Agreed& agreed) {
+  const std::lock_guard lock(mutex_);
+  ResumableSocket& connection = socket(rail);
+  if (connection.reconnects() != reconnects) return false;
+  if (!connection.reconnect(std::move(fd), agreed.received, agreed.secrets)) return false;
+  broken_since_ns_[static_cast<std::size_t>(rail)] = 0;
+  progress();
+  return true;
+}
+
+void Comm::give_up(int rail, int reconnects, const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  ResumableSocket& connection = socket(rail);
+  if (!connection.is_broken() || connection.reconnects() != reconnects) return;
+  connection.give_up(why);
+  progress();
+}
+
+void Comm::look() {
+  const std::lock_guard lock(mutex_);
+  lane_.mesh().hung_up(other());
+}
+
+void Comm::leave() {
+  const std::lock_guard lock(mutex_);
+  collective::Failure left;
+  left.kind = collective::Failure::Kind::aborted;
+  left.text = "it closed the connection";
+  left.orderly = true;
+  lane_.abort(left);
+}
+
+bool Comm::has_arrived() {
+  const std::lock_guard lock(mutex_);
+  lane_.mesh().flush();
+  return !lane_.mesh().has_unsent() && !lane_.unconfirmed();
+}
+
+}  // namespace netfold::nccl

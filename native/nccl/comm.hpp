@@ -1,0 +1,103 @@
+// One direction between two processes, as NCCL has it: one end sends messages with tags, the other receives them, and
+// both ask whether a request is done. The messages go by collective/point_to_point.hpp over TCP connections that
+// reconnect (transport/tcp/resumable_socket.hpp).
+//
+// NCCL calls from one thread at a time. The endpoint's threads look for broken connections and make them again; a lock
+// is between them.
+#pragma once
+
+#include <netfold/collective/point_to_point.hpp>
+
+#include <array>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <netfold/nccl/interface.hpp>
+#include "handshake.hpp"
+
+namespace netfold::nccl {
+
+inline constexpr int kMaxReceives = 8;  // in one request
+
+struct Connections {  // of one comm, by rail
+  std::vector<transport::Fd> sockets;
+  std::vector<auth::StreamSecrets> secrets;
+};
+
+class Comm {
+ public:
+  enum class Role : int { sender = 0, receiver = 1 };
+
+  class Request {
+   public:
+    Comm& comm() const { return *comm_; }
+
+   private:
+    friend class Comm;
+    Comm* comm_ = nullptr;
+    int index_ = 0;
+    int count_ = 0;  // of messages; 0: the request is free
+    int left_ = 0;
+    std::array<std::size_t, kMaxReceives> bytes_{};
+  };
+
+  // peer: how messages name the other end, "10.0.0.2:7301".
+  // on_broken: called, under the lock, when a connection is found to be broken.
+  Comm(Role role, Id id, std::string peer, Connections connections, std::function<void()> on_broken);
+
+  const Id& id() const { return id_; }
+  Role role() const { return role_; }
+  const std::string& peer() const { return peer_; }
+
+  // Borrow the memory until the request is done. Null: all requests are in use.
+  Request* send(std::byte* data, std::size_t bytes, int tag);
+  // The n-th message with tags[n]; it may be shorter than bytes[n].
+  Request* receive(int count, void* const* data, const std::size_t* bytes, const int* tags);
+  // True: the request is done and free. sizes: of the messages. Throws std::runtime_error once the comm has failed.
+  bool test(Request& request, int* sizes);
+
+  // A connection that waits for a socket.
+  struct Broken {
+    std::uint64_t received = 0;  // bytes
+    int reconnects = 0;          // of this end: the other end may not have learnt of the last one
+    std::int64_t since_ns = 0;
+  };
+  int rails() const { return static_cast<int>(broken_since_ns_.size()); }
+  std::optional<Broken> broken(int rail);
+  // The same, after giving up the socket of a connection that is up: the other end has given it up.
+  std::optional<Broken> disconnect(int rail);
+  bool reconnect(int rail, int reconnects, transport::Fd socket, const Agreed& agreed);
+  void give_up(int rail, int reconnects, const std::string& why);
+  // Finds connections that the other end has left, which no request may touch.
+  void look();
+
+  // Tells the other end that this one leaves.
+  void leave();
+  // Whether everything that was sent has arrived at the other end's host, or cannot.
+  bool has_arrived();
+
+ private:
+  Request* free_request(int count);
+  void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag);
+  void progress();
+  transport::ResumableSocket& socket(int rail) { return *lane_.mesh().rail(other(), rail); }
+  int other() const { return 1 - static_cast<int>(role_); }
+  std::optional<Broken> broken_locked(int rail);
+
+  const Role role_;
+  const Id id_;
+  const std::string peer_;
+  std::mutex mutex_;
+  std::vector<std::int64_t> broken_since_ns_;  // by rail; 0: it is not
+  collective::PointToPoint lane_;
+  std::array<Request, kMaxRequests> requests_;
+  std::uint64_t posted_ = 0;
+  bool has_unsent_ = false;
+  std::string failure_;
+};
+
+}  // namespace netfold::nccl

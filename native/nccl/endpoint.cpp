@@ -1,0 +1,385 @@
+#include "endpoint.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <netfold/auth/hmac.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+namespace netfold::nccl {
+namespace {
+
+using transport::Address;
+using transport::Fd;
+using transport::now_ns;
+
+// An exception that leaves a thread would end the process. False: the system gives no thread now.
+template <class Work>
+bool run_apart(Work work) {
+  try {
+    std::thread([work = std::move(work)] {
+      try {
+        work();
+      } catch (const std::exception& error) {
+        warn(error.what());
+      }
+    }).detach();
+    return true;
+  } catch (const std::system_error& error) {
+    warn(std::string("no thread can be made: ") + error.what());
+    return false;
+  }
+}
+
+Handle handle_of(const Address& address, int streams, const Id& listener, const auth::Secret& secret) {
+  Handle handle;
+  const auto host = address.host();
+  handle.family = host.size() == 4 ? 4 : 6;
+  handle.streams = static_cast<std::uint8_t>(streams);
+  handle.port = address.port();
+  std::memcpy(handle.address.data(), host.data(), host.size());
+  if (handle.family == 6) handle.scope = reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_scope_id;
+  handle.listener = listener;
+  handle.secret = secret;
+  return handle;
+}
+
+Address address_of(const Handle& handle) {
+  Address address;
+  if (handle.family == 4) {
+    auto& v4 = reinterpret_cast<sockaddr_in&>(address.storage);
+    v4.sin_family = AF_INET;
+    v4.sin_port = htons(handle.port);
+    std::memcpy(&v4.sin_addr, handle.address.data(), 4);
+    address.length = sizeof v4;
+  } else {
+    auto& v6 = reinterpret_cast<sockaddr_in6&>(address.storage);
+    v6.sin6_family = AF_INET6;
+    v6.sin6_port = htons(handle.port);
+    v6.sin6_scope_id = handle.scope;
+    std::memcpy(&v6.sin6_addr, handle.address.data(), 16);
+    address.length = sizeof v6;
+  }
+  return address;
+}
+
+}  // namespace
+
+std::shared_ptr<Comm> Listener::next() {
+  const std::lock_guard lock(mutex_);
+  if (ready_.empty()) return nullptr;
+  auto comm = std::move(ready_.front());
+  ready_.pop_front();
+  return comm;
+}
+
+std::shared_ptr<Comm> Connecting::take() {
+  const std::lock_guard lock(mutex_);
+  if (!error_.empty()) throw std::runtime_error(error_);
+  return std::move(comm_);
+}
+
+Endpoint& Endpoint::instance() {
+  static Endpoint* const endpoint = new Endpoint;
+  return *endpoint;
+}
+
+Endpoint::Endpoint()
+    : settings_(Settings::from_environment()),
+      devices_(find_devices(settings_.interfaces)),
+      ports_changed_(transport::make_event()) {
+  if (!auth::unavailable_reason().empty()) throw std::runtime_error(auth::unavailable_reason());
+  fill_random(secret_);
+  if (!run_apart([this] { accept_all(); }) || !run_apart([this] { look_at_all(); })) {
+    throw std::runtime_error("the plugin needs two threads of its own");
+  }
+}
+
+// The handle's secret, mixed with that of NETFOLD_SECRET_FILE: then who reads what NCCL carries cannot connect.
+auth::Secret Endpoint::key_of(const auth::Secret& of_handle) const {
+  if (settings_.job_secret.empty()) return of_handle;
+  return auth::hmac(std::as_bytes(std::span(settings_.job_secret)), of_handle);
+}
+
+std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
+  Id id;
+  fill_random(id);
+  auto listener = std::make_shared<Listener>(*this, id);
+  const std::lock_guard lock(mutex_);
+  auto port = std::ranges::find(ports_, device, &Port::device);
+  if (port == ports_.end()) {
+    const Address& address = devices_.at(static_cast<std::size_t>(device)).address;
+    Fd socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (!socket || ::bind(socket.get(), address.get(), address.length) != 0 || ::listen(socket.get(), SOMAXCONN) != 0) {
+      transport::throw_errno("listen on " + address.text());
+    }
+    const std::uint16_t number = Address::local_of(socket.get()).port();
+    ports_.push_back({device, std::move(socket), number});
+    port = ports_.end() - 1;
+    transport::signal(ports_changed_);
+  }
+  handle = handle_of(Address::local_of(port->socket.get()), settings_.streams, id, secret_);
+  listeners_.emplace(id, listener);
+  return listener;
+}
+
+void Endpoint::close(const Listener& listener) {
+  const std::lock_guard lock(mutex_);
+  listeners_.erase(listener.id());
+}
+
+// --- accepting -------------------------------------------------------------------------------------------------------
+
+void Endpoint::accept_all() {
+  for (;;) {
+    std::vector<pollfd> fds{{ports_changed_.get(), POLLIN, 0}};
+    {
+      const std::lock_guard lock(mutex_);
+      // Beyond the limit, connections wait in the kernel's queue.
+      for (const Port& port : ports_) {
+        if (handshakes_ < kMaxHandshakes) fds.push_back({port.socket.get(), POLLIN, 0});
+      }
+    }
+    ::poll(fds.data(), fds.size(), -1);
+    transport::clear(ports_changed_);
+    for (const pollfd& each : std::span(fds).subspan(1)) {
+      if ((each.revents & POLLIN) != 0) accept_one(each.fd);
+    }
+  }
+}
+
+void Endpoint::accept_one(int port) {
+  Address peer;
+  peer.length = sizeof peer.storage;
+  auto* address = reinterpret_cast<sockaddr*>(&peer.storage);
+  const auto socket = std::make_shared<Fd>(::accept4(port, address, &peer.length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!*socket) {
+    if (transport::is_temporary(errno) || errno == ECONNABORTED) return;
+    warn(std::string("a connection cannot be accepted: ") + std::strerror(errno));  // descriptors are short
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kRetryNs));
+    return;
+  }
+  count_handshake(1);
+  const bool is_begun = run_apart([this, socket, peer] {
+    try {
+      take_in(std::move(*socket), peer);
+    } catch (const std::exception& error) {
+      inform("a connection from " + peer.text() + " was closed: " + error.what());
+    }
+    count_handshake(-1);
+  });
+  if (!is_begun) count_handshake(-1);
+}
+
+void Endpoint::count_handshake(int change) {
+  const std::lock_guard lock(mutex_);
+  if (handshakes_ == kMaxHandshakes) transport::signal(ports_changed_);
+  handshakes_ += change;
+}
+
+void Endpoint::take_in(Fd socket, const Address& peer) {
+  std::shared_ptr<Listener> listener;
+  std::shared_ptr<Comm> comm;
+  std::optional<Comm::Broken> broken;
+  const auto decide = [&](const Hello& hello) -> std::optional<std::uint64_t> {
+    if (hello.security != static_cast<std::uint8_t>(settings_.security)) {
+      throw std::runtime_error("its NETFOLD_SECURITY is not this rank's");
+    }
+    if (hello.is_again != 0) {
+      comm = find(hello.comm);
+      if (comm == nullptr || hello.rail >= comm->rails()) return std::nullopt;
+      broken = comm->disconnect(hello.rail);
+      if (!broken) return std::nullopt;
+      return broken->received;
+    }
+    const std::lock_guard lock(mutex_);
+    const auto found = listeners_.find(hello.listener);
+    if (found == listeners_.end() || hello.rails == 0 || hello.rail >= hello.rails) return std::nullopt;
+    listener = found->second;
+    return 0;
+  };
+  Hello hello;
+  const auto agreed = accept(socket.get(), hello, key_of(secret_), now_ns() + kHandshakeNs, decide);
+  if (!agreed) return;
+  if (comm != nullptr) {
+    if (comm->reconnect(hello.rail, broken->reconnects, std::move(socket), *agreed)) {
+      inform("the connection from " + comm->peer() + " was made again");
+    }
+    return;
+  }
+  const std::lock_guard lock(listener->mutex_);
+  if (listener->arriving_.size() >= kMaxArriving) throw std::runtime_error("too many connections arrive at once");
+  auto& arriving = listener->arriving_[hello.comm];
+  arriving.connections.sockets.resize(hello.rails);
+  arriving.connections.secrets.resize(hello.rails);
+  auto& place = arriving.connections.sockets.at(hello.rail);
+  if (place) return;
+  place = std::move(socket);
+  arriving.connections.secrets[hello.rail] = agreed->secrets;
+  if (++arriving.count < hello.rails) return;
+  listener->ready_.push_back(make(Comm::Role::receiver, hello.comm, peer, std::move(arriving.connections), {}));
+  listener->arriving_.erase(hello.comm);
+}
+
+// --- connecting ------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Connecting> Endpoint::connect(const Handle& handle) {
+  if (handle.magic != Handle().magic)
+    throw std::runtime_error("the handle is not one of this plugin: every rank must use it");
+  auto connecting = std::make_shared<Connecting>();
+  const bool is_begun = run_apart([this, connecting, handle] {
+    try {
+      connect_all(*connecting, handle);
+    } catch (const std::exception& error) {
+      const std::lock_guard lock(connecting->mutex_);
+      connecting->error_ = "no connection to " + address_of(handle).text() + ": " + error.what();
+    }
+  });
+  if (!is_begun) throw std::runtime_error("no connection to " + address_of(handle).text() + " can be begun");
+  return connecting;
+}
+
+void Endpoint::connect_all(Connecting& connecting, const Handle& handle) {
+  const std::int64_t deadline_ns = now_ns() + kConnectNs;
+  const Address peer = address_of(handle);
+  Hello hello;
+  hello.rails = handle.streams;
+  hello.security = static_cast<std::uint8_t>(settings_.security);
+  hello.listener = handle.listener;
+  fill_random(hello.comm);
+  Connections connections;
+  for (; hello.rail < hello.rails; ++hello.rail) {
+    Fd socket = connect_to(peer, deadline_ns);
+    const auto agreed = initiate(socket.get(), hello, key_of(handle.secret), deadline_ns);
+    if (!agreed) throw std::runtime_error("the other rank has closed its listener");
+    connections.sockets.push_back(std::move(socket));
+    connections.secrets.push_back(agreed->secrets);
+  }
+  auto comm =
+      make(Comm::Role::sender, hello.comm, peer, std::move(connections),
+           {.comm = {}, .peer = peer, .listener = handle.listener, .secret = handle.secret, .is_connecting = {}});
+  const std::lock_guard lock(connecting.mutex_);
+  connecting.comm_ = std::move(comm);
+}
+
+Fd Endpoint::connect_to(const Address& peer, std::int64_t deadline_ns) {
+  Fd socket(::socket(peer.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) transport::throw_errno("make a socket");
+  if (::connect(socket.get(), peer.get(), peer.length) == 0) return socket;
+  if (errno != EINPROGRESS) transport::throw_errno("connect");
+  pollfd ready{socket.get(), POLLOUT, 0};
+  const auto left_ms = std::max<std::int64_t>(0, (deadline_ns - now_ns()) / 1'000'000);
+  int error = ETIMEDOUT;
+  socklen_t length = sizeof error;
+  if (::poll(&ready, 1, static_cast<int>(left_ms)) > 0) getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) throw std::system_error(error, std::generic_category(), "connect");
+  return socket;
+}
+
+std::shared_ptr<Comm> Endpoint::make(Comm::Role role, Id id, const Address& peer, Connections connections,
+                                     Watched watched) {
+  watched.is_connecting.resize(connections.sockets.size());
+  watched.comm = std::make_shared<Comm>(role, id, peer.text(), std::move(connections), [this] { wake(); });
+  const std::lock_guard lock(mutex_);
+  return comms_.emplace(id, std::move(watched)).first->second.comm;
+}
+
+std::shared_ptr<Comm> Endpoint::find(const Id& id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = comms_.find(id);
+  return found == comms_.end() || found->second.close_by_ns != 0 ? nullptr : found->second.comm;
+}
+
+void Endpoint::close(const std::shared_ptr<Comm>& comm) {
+  comm->leave();
+  const std::lock_guard lock(mutex_);
+  if (const auto found = comms_.find(comm->id()); found != comms_.end())
+    found->second.close_by_ns = now_ns() + kCloseNs;
+  wake();
+}
+
+// --- connections that break ------------------------------------------------------------------------------------------
+
+// Called under a comm's lock, so that it takes none. A thread that misses it looks kLookNs later.
+void Endpoint::wake() {
+  is_due_ = true;
+  condition_.notify_all();
+}
+
+void Endpoint::look_at_all() {
+  for (;;) {
+    std::vector<Watched> all;
+    {
+      std::unique_lock lock(mutex_);
+      condition_.wait_for(lock, std::chrono::nanoseconds(kLookNs), [this] { return is_due_.load(); });
+      is_due_ = false;
+      for (const auto& [id, watched] : comms_) all.push_back(watched);
+    }
+    for (const Watched& each : all) {
+      if (each.close_by_ns != 0) {
+        if (!each.comm->has_arrived() && now_ns() < each.close_by_ns) continue;
+        const std::lock_guard lock(mutex_);
+        comms_.erase(each.comm->id());
+        continue;
+      }
+      each.comm->look();
+      for (int rail = 0; rail < each.comm->rails(); ++rail) {
+        const auto broken = each.comm->broken(rail);
+        if (!broken) continue;
+        if (now_ns() >= broken->since_ns + settings_.reconnect_ns) {
+          each.comm->give_up(rail, broken->reconnects, "no new connection came about within NETFOLD_RECONNECT_S");
+        } else if (each.comm->role() == Comm::Role::sender && !each.is_connecting[static_cast<std::size_t>(rail)]) {
+          const std::lock_guard lock(mutex_);
+          const auto found = comms_.find(each.comm->id());
+          if (found == comms_.end()) continue;
+          const bool is_begun = run_apart([this, comm = each.comm, rail] { connect_again(comm, rail); });
+          found->second.is_connecting[static_cast<std::size_t>(rail)] = is_begun;
+        }
+      }
+    }
+  }
+}
+
+void Endpoint::connect_again(const std::shared_ptr<Comm>& comm, int rail) {
+  Watched to;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = comms_.find(comm->id());
+    if (found == comms_.end()) return;
+    to = found->second;
+  }
+  inform("the connection to " + comm->peer() + " broke, and is made again");
+  while (const auto broken = comm->broken(rail)) {
+    const std::int64_t deadline_ns = broken->since_ns + settings_.reconnect_ns;
+    if (now_ns() >= deadline_ns || find(comm->id()) == nullptr) break;
+    try {
+      Hello hello;
+      hello.is_again = 1;
+      hello.rail = static_cast<std::uint8_t>(rail);
+      hello.rails = static_cast<std::uint8_t>(comm->rails());
+      hello.security = static_cast<std::uint8_t>(settings_.security);
+      hello.received = broken->received;
+      hello.listener = to.listener;
+      hello.comm = comm->id();
+      Fd socket = connect_to(to.peer, deadline_ns);
+      const auto agreed =
+          initiate(socket.get(), hello, key_of(to.secret), std::min(deadline_ns, now_ns() + kHandshakeNs));
+      if (!agreed) {
+        comm->give_up(rail, broken->reconnects, "the other end has closed it");
+      } else if (comm->reconnect(rail, broken->reconnects, std::move(socket), *agreed)) {
+        inform("the connection to " + comm->peer() + " was made again");
+      }
+    } catch (const std::exception&) {  // the time decides
+      std::this_thread::sleep_for(std::chrono::nanoseconds(kRetryNs));
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  const auto found = comms_.find(comm->id());
+  if (found != comms_.end()) found->second.is_connecting[static_cast<std::size_t>(rail)] = false;
+}
+
+}  // namespace netfold::nccl

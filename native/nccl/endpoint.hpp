@@ -1,0 +1,145 @@
+// The plugin's part of a process: it listens, connects, and makes broken connections again.
+//
+// One thread accepts connections; each handshake runs on a thread of its own, at most kMaxHandshakes at a time. Another
+// thread looks at all comms: it finds broken connections, has them made again by the end that sends, and gives them up
+// when the time is over. It also closes comms once what they sent has arrived.
+//
+// Lives as long as the process. NCCL may close the shared object while these threads run, so that it stays loaded
+// (CMakeLists.txt: nodelete).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "comm.hpp"
+#include "devices.hpp"
+#include "settings.hpp"
+
+namespace netfold::nccl {
+
+// Goes from the rank that listens to the rank that connects, over NCCL's bootstrap.
+struct Handle {
+  std::array<char, 4> magic = {'n', 'f', 'n', '1'};
+  std::uint8_t family = 0;  // 4 or 6
+  std::uint8_t streams = 1;
+  std::uint16_t port = 0;
+  std::array<std::byte, 16> address{};
+  std::uint32_t scope = 0;
+  std::uint32_t reserved = 0;
+  Id listener{};
+  auth::Secret secret{};
+  // Of the connecting rank: NCCL repeats its call with the same handle until there is a connection.
+  void* pending = nullptr;
+};
+static_assert(sizeof(Handle) <= kHandleBytes);
+
+class Endpoint;
+
+// Collects the connections to one handle, and makes comms of them.
+class Listener {
+ public:
+  Listener(Endpoint& endpoint, Id id) : endpoint_(endpoint), id_(id) {}
+  const Id& id() const { return id_; }
+  // A comm whose connections are all there; null: none yet.
+  std::shared_ptr<Comm> next();
+
+ private:
+  friend class Endpoint;
+  struct Arriving {
+    Connections connections;
+    std::size_t count = 0;
+  };
+
+  Endpoint& endpoint_;
+  const Id id_;
+  std::mutex mutex_;
+  std::map<Id, Arriving> arriving_;
+  std::deque<std::shared_ptr<Comm>> ready_;
+};
+
+// A comm that is being connected.
+class Connecting {
+ public:
+  // Null while it is under way. Throws std::runtime_error where it failed.
+  std::shared_ptr<Comm> take();
+
+ private:
+  friend class Endpoint;
+  std::mutex mutex_;
+  std::shared_ptr<Comm> comm_;
+  std::string error_;
+};
+
+class Endpoint {
+ public:
+  // Throws what Settings and find_devices throw, std::runtime_error without libcrypto.
+  static Endpoint& instance();
+
+  const std::vector<Device>& devices() const { return devices_; }
+  // Throws std::system_error.
+  std::shared_ptr<Listener> listen(int device, Handle& handle);
+  void close(const Listener& listener);
+  std::shared_ptr<Connecting> connect(const Handle& handle);
+  // Closes it once everything has arrived, after kCloseNs at the latest.
+  void close(const std::shared_ptr<Comm>& comm);
+
+ private:
+  friend class Listener;
+  static constexpr int kMaxHandshakes = 256;
+  static constexpr std::int64_t kHandshakeNs = 5'000'000'000;
+  static constexpr std::int64_t kConnectNs = 30'000'000'000;
+  static constexpr std::int64_t kCloseNs = 5'000'000'000;
+  static constexpr std::int64_t kLookNs = 200'000'000;
+  static constexpr std::int64_t kRetryNs = 100'000'000;
+  static constexpr std::size_t kMaxArriving = 4096;  // comms of a listener
+
+  struct Watched {
+    std::shared_ptr<Comm> comm;
+    transport::Address peer;  // its listener; of a sender
+    Id listener{};
+    auth::Secret secret{};
+    std::vector<bool> is_connecting;  // by rail
+    std::int64_t close_by_ns = 0;     // 0: it is open
+  };
+  struct Port {
+    int device = 0;
+    transport::Fd socket;
+    std::uint16_t number = 0;
+  };
+
+  Endpoint();
+  void accept_all();
+  void accept_one(int port);
+  void count_handshake(int change);
+  void take_in(transport::Fd socket, const transport::Address& peer);
+  void look_at_all();
+  void connect_all(Connecting& connecting, const Handle& handle);
+  transport::Fd connect_to(const transport::Address& peer, std::int64_t deadline_ns);
+  void connect_again(const std::shared_ptr<Comm>& comm, int rail);
+  std::shared_ptr<Comm> make(Comm::Role role, Id id, const transport::Address& peer, Connections connections,
+                             Watched watched);
+  auth::Secret key_of(const auth::Secret& of_handle) const;
+  std::shared_ptr<Comm> find(const Id& id);
+  void wake();
+
+  const Settings settings_;
+  const std::vector<Device> devices_;
+  auth::Secret secret_{};
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  std::atomic<bool> is_due_ = false;
+  std::vector<Port> ports_;
+  std::map<Id, std::shared_ptr<Listener>> listeners_;
+  std::map<Id, Watched> comms_;
+  int handshakes_ = 0;
+  transport::Fd ports_changed_;
+};
+
+}  // namespace netfold::nccl

@@ -1,0 +1,199 @@
+// NCCL's interface of network plugins, versions 8 to 12: the layouts that NCCL 2.19 to 2.32 read and call. NCCL looks for
+// the newest version that it knows among the symbols ncclNetPlugin_vN of the shared object.
+//
+// Facts from NCCL's headers, src/include/plugin/net/net_vN.h; the declarations are netfold's own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace netfold::nccl {
+
+// ncclResult_t
+enum class Result : int {
+  success = 0,
+  system_error = 2,
+  internal_error = 3,
+  invalid_argument = 4,
+  invalid_usage = 5,
+  remote_error = 6,
+};
+
+inline constexpr std::size_t kHandleBytes = 128;  // NCCL_NET_HANDLE_MAXSIZE
+inline constexpr int kMaxRequests = 32;           // NCCL_NET_MAX_REQUESTS, of one comm
+inline constexpr int kHostPointer = 1;            // NCCL_PTR_HOST
+inline constexpr int kUndefined = -1;             // NCCL_NET_ID_UNDEF
+
+// ncclDebugLogger_t: level, subsystems, file, line, printf's format.
+using Logger = void (*)(int level, unsigned long subsystems, const char* file, int line, const char* format, ...);
+inline constexpr int kWarn = 2;
+inline constexpr int kInfo = 3;
+inline constexpr unsigned long kInitAndNet = 0x1 | 0x10;
+
+template <int kMost>
+struct VirtualDevice {
+  int count;
+  int devices[kMost];
+};
+
+// ncclNetProperties_v8_t
+struct PropertiesV8 {
+  char* name;
+  char* pci_path;
+  std::uint64_t guid;
+  int pointers;
+  int registers_globally;
+  int speed;  // Mbit/s
+  int port;
+  float latency;  // us; 0: not known
+  int max_comms;
+  int max_receives;
+  int offload;
+  int offload_version;
+};
+
+// ncclNetProperties_v9_t and _v10_t
+struct PropertiesV9 {
+  char* name;
+  char* pci_path;
+  std::uint64_t guid;
+  int pointers;
+  int registers_globally;
+  int must_flush;
+  int speed;
+  int port;
+  float latency;
+  int max_comms;
+  int max_receives;
+  int offload;
+  int offload_version;
+  VirtualDevice<4> of;
+  std::size_t max_message;
+  std::size_t max_collective;
+};
+
+// ncclNetProperties_v11_t
+struct PropertiesV11 : PropertiesV9 {
+  int max_multi_request;
+};
+
+// ncclNetProperties_v12_t
+struct PropertiesV12 {
+  char* name;
+  char* pci_path;
+  std::uint64_t guid;
+  int pointers;
+  int registers_globally;
+  int must_flush;
+  int speed;
+  int port;
+  float latency;
+  int max_comms;
+  int max_receives;
+  int offload;
+  int offload_version;
+  VirtualDevice<8> of;
+  std::size_t max_message;
+  std::size_t max_collective;
+  int max_multi_request;
+  std::int16_t rail;
+  std::int16_t plane;
+};
+
+// The plugin uses none of them: an offloaded connection, a communicator's settings, a profiler's call.
+using Ignored = void*;
+
+struct Registrations {
+  Result (*add)(void* comm, void* data, std::size_t bytes, int kind, void** registration);
+  Result (*add_dmabuf)(void* comm, void* data, std::size_t bytes, int kind, std::uint64_t offset, int fd,
+                       void** registration);
+  Result (*remove)(void* comm, void* registration);
+};
+
+struct Completion {
+  Result (*flush)(void* comm, int count, void** data, int* bytes, void** registrations, void** request);
+  Result (*test)(void* request, int* done, int* bytes);
+  Result (*close_send)(void* comm);
+  Result (*close_receive)(void* comm);
+  Result (*close_listen)(void* listener);
+  Result (*device_registration)(void* comm, void* registration, void** of_device);
+  Result (*consumed)(void* comm, int count, void* request);
+};
+
+template <class Size>
+struct TransfersV8 {
+  Result (*send)(void* comm, void* data, Size bytes, int tag, void* registration, void** request);
+  Result (*receive)(void* comm, int count, void** data, Size* bytes, int* tags, void** registrations, void** request);
+};
+
+// With what the profiler gave for each of them.
+struct TransfersV10 {
+  Result (*send)(void* comm, void* data, std::size_t bytes, int tag, void* registration, Ignored profiled,
+                 void** request);
+  Result (*receive)(void* comm, int count, void** data, std::size_t* bytes, int* tags, void** registrations,
+                    Ignored* profiled, void** request);
+};
+
+// ncclNet_v8_t
+struct NetV8 {
+  const char* name;
+  Result (*init)(Logger);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, PropertiesV8*);
+  Result (*listen)(int device, void* handle, void** listener);
+  Result (*connect)(int device, void* handle, void** comm, Ignored*);
+  Result (*accept)(void* listener, void** comm, Ignored*);
+  Registrations registrations;
+  TransfersV8<int> transfers;
+  Completion completion;
+};
+
+// ncclNet_v9_t
+struct NetV9 {
+  const char* name;
+  Result (*init)(Logger);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, PropertiesV9*);
+  Result (*listen)(int device, void* handle, void** listener);
+  Result (*connect)(int device, void* handle, void** comm, Ignored*);
+  Result (*accept)(void* listener, void** comm, Ignored*);
+  Registrations registrations;
+  TransfersV8<std::size_t> transfers;
+  Completion completion;
+  Result (*make_virtual_device)(int* device, VirtualDevice<4>*);
+};
+
+// ncclNet_v10_t
+struct NetV10 {
+  const char* name;
+  Result (*init)(Logger, Ignored profiler);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, PropertiesV9*);
+  Result (*listen)(int device, void* handle, void** listener);
+  Result (*connect)(int device, Ignored settings, void* handle, void** comm, Ignored*);
+  Result (*accept)(void* listener, void** comm, Ignored*);
+  Registrations registrations;
+  TransfersV10 transfers;
+  Completion completion;
+  Result (*make_virtual_device)(int* device, VirtualDevice<4>*);
+};
+
+// ncclNet_v11_t and ncclNet_v12_t
+template <class Properties, int kDevices>
+struct NetV11 {
+  const char* name;
+  Result (*init)(void** context, std::uint64_t comm_id, Ignored settings, Logger, Ignored profiler);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, Properties*);
+  Result (*listen)(void* context, int device, void* handle, void** listener);
+  Result (*connect)(void* context, int device, void* handle, void** comm, Ignored*);
+  Result (*accept)(void* listener, void** comm, Ignored*);
+  Registrations registrations;
+  TransfersV10 transfers;
+  Completion completion;
+  Result (*make_virtual_device)(int* device, VirtualDevice<kDevices>*);
+  Result (*finalize)(void* context);
+  Result (*set_attributes)(void* context, Ignored attributes);
+};
+
+}  // namespace netfold::nccl

@@ -1,0 +1,328 @@
+// The functions that NCCL calls, and their tables, one a version of the interface.
+//
+// No exception may leave them: each becomes a line of NCCL's log and an error code.
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "endpoint.hpp"
+
+namespace netfold::nccl {
+namespace {
+
+constexpr std::size_t kMaxMessage = std::size_t{1} << 30;
+constexpr int kMaxComms = 65'536;
+
+// NCCL holds pointers to these.
+struct HeldComm {
+  std::shared_ptr<Comm> comm;
+};
+struct HeldListener {
+  std::shared_ptr<Listener> listener;
+};
+using Pending = std::shared_ptr<Connecting>;
+
+template <class Work>
+Result guarded(Work work) {
+  try {
+    return work();
+  } catch (const std::invalid_argument& error) {
+    warn(error.what());
+    return Result::invalid_usage;
+  } catch (const std::system_error& error) {
+    warn(error.what());
+    return Result::system_error;
+  } catch (const std::exception& error) {
+    warn(error.what());
+    return Result::remote_error;
+  }
+}
+
+Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
+
+// --- the functions ---------------------------------------------------------------------------------------------------
+
+Result init(Logger logger) {
+  set_logger(logger);
+  return guarded([] {
+    std::string names;
+    for (const Device& device : Endpoint::instance().devices()) {
+      names += (names.empty() ? "" : ", ") + device.name + " " + device.address.text();
+    }
+    inform("uses TCP over " + names);
+    return Result::success;
+  });
+}
+
+Result devices(int* count) {
+  return guarded([&] {
+    *count = static_cast<int>(Endpoint::instance().devices().size());
+    return Result::success;
+  });
+}
+
+// The fields that all versions have.
+template <class Properties>
+Result common_properties(int number, Properties& properties) {
+  return guarded([&] {
+    const auto& all = Endpoint::instance().devices();
+    if (number < 0 || static_cast<std::size_t>(number) >= all.size()) {
+      throw std::invalid_argument("there is no device " + std::to_string(number));
+    }
+    const Device& device = all[static_cast<std::size_t>(number)];
+    properties = {};
+    // NCCL only reads them, and they live as long as the process.
+    properties.name = const_cast<char*>(device.name.c_str());
+    properties.pci_path = device.pci_path.empty() ? nullptr : const_cast<char*>(device.pci_path.c_str());
+    properties.guid = static_cast<std::uint64_t>(number);
+    properties.pointers = kHostPointer;
+    properties.speed = device.speed;
+    properties.max_comms = kMaxComms;
+    properties.max_receives = kMaxReceives;
+    return Result::success;
+  });
+}
+
+Result properties_v8(int number, PropertiesV8* properties) { return common_properties(number, *properties); }
+
+template <class Properties>
+Result properties_v9(int number, Properties* properties) {
+  const Result result = common_properties(number, *properties);
+  if (result != Result::success) return result;
+  properties->of.count = 1;
+  properties->of.devices[0] = number;
+  properties->max_message = kMaxMessage;
+  properties->max_collective = kMaxMessage;
+  return result;
+}
+
+Result properties_v11(int number, PropertiesV11* properties) {
+  const Result result = properties_v9(number, properties);
+  if (result == Result::success) properties->max_multi_request = 1;
+  return result;
+}
+
+Result properties_v12(int number, PropertiesV12* properties) {
+  const Result result = properties_v9(number, properties);
+  if (result != Result::success) return result;
+  properties->max_multi_request = 1;
+  properties->rail = properties->plane = kUndefined;
+  return result;
+}
+
+Result listen(int device, void* raw, void** listener) {
+  return guarded([&] {
+    Handle handle;
+    auto held = std::make_unique<HeldListener>(Endpoint::instance().listen(device, handle));
+    std::memset(raw, 0, kHandleBytes);
+    std::memcpy(raw, &handle, sizeof handle);
+    *listener = held.release();
+    return Result::success;
+  });
+}
+
+// NCCL repeats the call until there is a comm. Between the calls the handle holds what is under way.
+Result connect(int, void* raw, void** comm) {
+  *comm = nullptr;
+  return guarded([&] {
+    Handle handle;
+    std::memcpy(&handle, raw, sizeof handle);
+    std::unique_ptr<Pending> pending(static_cast<Pending*>(handle.pending));
+    if (pending == nullptr) pending = std::make_unique<Pending>(Endpoint::instance().connect(handle));
+    const auto keep = [&](void* what) {
+      std::memcpy(static_cast<std::byte*>(raw) + offsetof(Handle, pending), &what, sizeof what);
+    };
+    keep(nullptr);
+    if (auto made = (*pending)->take()) {
+      *comm = new HeldComm{std::move(made)};
+    } else {
+      keep(pending.release());
+    }
+    return Result::success;
+  });
+}
+
+Result accept(void* listener, void** comm) {
+  *comm = nullptr;
+  return guarded([&] {
+    if (auto made = static_cast<HeldListener*>(listener)->listener->next()) *comm = new HeldComm{std::move(made)};
+    return Result::success;
+  });
+}
+
+Result register_memory(void*, void*, std::size_t, int kind, void** registration) {
+  *registration = nullptr;
+  if (kind == kHostPointer) return Result::success;
+  warn("memory of a GPU was given, and only memory of the host was offered");
+  return Result::invalid_usage;
+}
+
+Result register_dmabuf(void*, void*, std::size_t, int, std::uint64_t, int, void** registration) {
+  *registration = nullptr;
+  warn("a dmabuf was given, and only memory of the host was offered");
+  return Result::invalid_usage;
+}
+
+Result deregister_memory(void*, void*) { return Result::success; }
+
+Result send(void* comm, void* data, std::size_t bytes, int tag, void** request) {
+  *request = nullptr;
+  return guarded([&] {
+    *request = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag);
+    return Result::success;
+  });
+}
+
+Result receive(void* comm, int count, void** data, const std::size_t* bytes, const int* tags, void** request) {
+  *request = nullptr;
+  return guarded([&] {
+    if (count < 1 || count > kMaxReceives) {
+      throw std::invalid_argument(std::to_string(count) + " receives in one request; at most " +
+                                  std::to_string(kMaxReceives) + " were offered");
+    }
+    *request = comm_of(comm).receive(count, data, bytes, tags);
+    return Result::success;
+  });
+}
+
+// The host's memory needs none.
+Result flush(void*, int, void**, int*, void**, void** request) {
+  *request = nullptr;
+  return Result::success;
+}
+
+Result test(void* raw, int* done, int* bytes) {
+  *done = 0;
+  return guarded([&] {
+    auto& request = *static_cast<Comm::Request*>(raw);
+    *done = request.comm().test(request, bytes) ? 1 : 0;
+    return Result::success;
+  });
+}
+
+Result close_comm(void* comm) {
+  const std::unique_ptr<HeldComm> held(static_cast<HeldComm*>(comm));
+  return guarded([&] {
+    if (held != nullptr) Endpoint::instance().close(held->comm);
+    return Result::success;
+  });
+}
+
+Result close_listen(void* listener) {
+  const std::unique_ptr<HeldListener> held(static_cast<HeldListener*>(listener));
+  return guarded([&] {
+    if (held != nullptr) Endpoint::instance().close(*held->listener);
+    return Result::success;
+  });
+}
+
+Result not_offered() {
+  warn("NCCL called a function that was not offered");
+  return Result::invalid_usage;
+}
+
+constexpr Registrations kRegistrations{register_memory, register_dmabuf, deregister_memory};
+constexpr Completion kCompletion{flush,
+                                 test,
+                                 close_comm,
+                                 close_comm,
+                                 close_listen,
+                                 [](void*, void*, void**) { return not_offered(); },
+                                 [](void*, int, void*) { return not_offered(); }};
+constexpr TransfersV10 kTransfers{
+    [](void* comm, void* data, std::size_t bytes, int tag, void*, Ignored, void** request) {
+      return send(comm, data, bytes, tag, request);
+    },
+    [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, Ignored*, void** request) {
+      return receive(comm, count, data, bytes, tags, request);
+    }};
+
+Result connect_v8(int device, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); }
+Result accept_v8(void* listener, void** comm, Ignored*) { return accept(listener, comm); }
+
+template <int kDevices>
+Result make_virtual_device(int*, VirtualDevice<kDevices>*) {
+  return not_offered();
+}
+
+Result receive_v8(void* comm, int count, void** data, int* bytes, int* tags, void**, void** request) {
+  const auto given = std::span(bytes, static_cast<std::size_t>(std::max(count, 0)));
+  const std::vector<std::size_t> sizes(given.begin(), given.end());
+  return receive(comm, count, data, sizes.data(), tags, request);
+}
+
+template <class Table>
+constexpr Table table_v11(decltype(Table::properties) properties, decltype(Table::make_virtual_device) make) {
+  return {"netfold",
+          [](void** context, std::uint64_t, Ignored, Logger logger, Ignored) {
+            *context = nullptr;
+            return init(logger);
+          },
+          devices,
+          properties,
+          [](void*, int device, void* handle, void** listener) { return listen(device, handle, listener); },
+          [](void*, int device, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); },
+          accept_v8,
+          kRegistrations,
+          kTransfers,
+          kCompletion,
+          make,
+          [](void*) { return Result::success; },
+          [](void*, Ignored) { return Result::success; }};
+}
+
+using Net11 = NetV11<PropertiesV11, 4>;
+using Net12 = NetV11<PropertiesV12, 8>;
+
+}  // namespace
+}  // namespace netfold::nccl
+
+#define NETFOLD_EXPORTED extern "C" __attribute__((visibility("default"))) const
+
+using namespace netfold::nccl;
+
+NETFOLD_EXPORTED NetV8 ncclNetPlugin_v8{"netfold",
+                                        init,
+                                        devices,
+                                        properties_v8,
+                                        listen,
+                                        connect_v8,
+                                        accept_v8,
+                                        kRegistrations,
+                                        {[](void* comm, void* data, int bytes, int tag, void*, void** request) {
+                                           return send(comm, data, static_cast<std::size_t>(bytes), tag, request);
+                                         },
+                                         receive_v8},
+                                        kCompletion};
+NETFOLD_EXPORTED NetV9 ncclNetPlugin_v9{
+    "netfold",
+    init,
+    devices,
+    properties_v9<PropertiesV9>,
+    listen,
+    connect_v8,
+    accept_v8,
+    kRegistrations,
+    {[](void* comm, void* data, std::size_t bytes, int tag, void*, void** request) {
+       return send(comm, data, bytes, tag, request);
+     },
+     [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, void** request) {
+       return receive(comm, count, data, bytes, tags, request);
+     }},
+    kCompletion,
+    make_virtual_device<4>};
+NETFOLD_EXPORTED NetV10 ncclNetPlugin_v10{
+    "netfold",
+    [](Logger logger, Ignored) { return init(logger); },
+    devices,
+    properties_v9<PropertiesV9>,
+    listen,
+    [](int device, Ignored, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); },
+    accept_v8,
+    kRegistrations,
+    kTransfers,
+    kCompletion,
+    make_virtual_device<4>};
+NETFOLD_EXPORTED Net11 ncclNetPlugin_v11 = table_v11<Net11>(properties_v11, make_virtual_device<4>);
+NETFOLD_EXPORTED Net12 ncclNetPlugin_v12 = table_v11<Net12>(properties_v12, make_virtual_device<8>);

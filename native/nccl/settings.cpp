@@ -1,0 +1,99 @@
+#include "settings.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <netfold/transport/socket.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cctype>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string_view>
+
+namespace netfold::nccl {
+namespace {
+
+constexpr std::size_t kLeastSecretBytes = 32, kMostSecretBytes = 256;
+
+std::atomic<Logger> logger_{nullptr};
+
+void log(int level, const std::string& text) {
+  if (const Logger logger = logger_.load())
+    logger(level, kInitAndNet, __FILE__, __LINE__, "NET/netfold: %s", text.c_str());
+}
+
+// The rules are those of every netfold process: a regular file of this user or root that no other user may read, with 32
+// to 256 letters and digits. No error has any of its content.
+std::string read_secret(const std::string& path) {
+  if (path.empty()) return {};
+  const auto refuse = [&](const std::string& why) -> std::runtime_error {
+    return std::runtime_error("NETFOLD_SECRET_FILE=" + path + ": " + why);
+  };
+  const transport::Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat about{};
+  if (!file || ::fstat(file.get(), &about) != 0) throw refuse(std::strerror(errno));
+  if (!S_ISREG(about.st_mode) || (about.st_uid != 0 && about.st_uid != ::geteuid())) {
+    throw refuse("it is no file of this user or of root");
+  }
+  if ((about.st_mode & 077) != 0) throw refuse("it can be read by others: chmod 600");
+  std::string text(kMostSecretBytes + 2, '\0');
+  const ssize_t bytes = ::read(file.get(), text.data(), text.size());
+  text.resize(static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.pop_back();
+  const auto is_allowed = [](char each) { return std::isalnum(static_cast<unsigned char>(each)) != 0; };
+  if (text.size() < kLeastSecretBytes || text.size() > kMostSecretBytes || !std::ranges::all_of(text, is_allowed)) {
+    throw refuse("it has to hold 32 to 256 letters and digits, such as `openssl rand -hex 32` prints");
+  }
+  return text;
+}
+
+std::string_view variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+int number(const char* name, int otherwise, int least, int most) {
+  const std::string_view text = variable(name);
+  if (text.empty()) return otherwise;
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.begin(), text.end(), value);
+  if (error != std::errc() || end != text.end() || value < least || value > most) {
+    throw std::invalid_argument(std::string(name) + "=" + std::string(text) + " is not a whole number of " +
+                                std::to_string(least) + " to " + std::to_string(most));
+  }
+  return value;
+}
+
+}  // namespace
+
+Settings Settings::from_environment() {
+  Settings settings;
+  if (const auto security = variable("NETFOLD_SECURITY"); security == "authenticate") {
+    settings.security = auth::Security::authenticate;
+  } else if (security == "encrypt") {
+    settings.security = auth::Security::encrypt;
+  } else if (!security.empty() && security != "none") {
+    throw std::invalid_argument("NETFOLD_SECURITY=" + std::string(security) +
+                                " is not one of none, authenticate, encrypt");
+  }
+  for (auto left = variable("NETFOLD_INTERFACE"); !left.empty();) {
+    const auto comma = std::min(left.find(','), left.size());
+    if (comma > 0) settings.interfaces.emplace_back(left.substr(0, comma));
+    left.remove_prefix(std::min(comma + 1, left.size()));
+  }
+  settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
+  settings.job_secret = read_secret(std::string(variable("NETFOLD_SECRET_FILE")));
+  settings.reconnect_ns = 1'000'000'000LL * number("NETFOLD_RECONNECT_S", 10, 0, 3600);
+  return settings;
+}
+
+void set_logger(Logger logger) { logger_.store(logger); }
+void warn(const std::string& text) { log(kWarn, text); }
+void inform(const std::string& text) { log(kInfo, text); }
+
+}  // namespace netfold::nccl

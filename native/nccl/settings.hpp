@@ -1,0 +1,30 @@
+// The settings in the environment, read once a process, and NCCL's log.
+#pragma once
+
+#include <netfold/auth/records.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <netfold/nccl/interface.hpp>
+
+namespace netfold::nccl {
+
+struct Settings {
+  auth::Security security = auth::Security::none;  // NETFOLD_SECURITY: none, authenticate, encrypt
+  std::vector<std::string> interfaces;             // NETFOLD_INTERFACE, with commas; empty: all that are up
+  int streams = 1;                                 // NETFOLD_NCCL_STREAMS: TCP connections of a comm, 1 to 8
+  std::int64_t reconnect_ns = 10'000'000'000;      // NETFOLD_RECONNECT_S
+  std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none
+
+  // Throws std::invalid_argument or std::runtime_error with a sentence that names the variable.
+  static Settings from_environment();
+};
+
+// One line of NCCL's log. Nothing before the plugin was initialised.
+void set_logger(Logger logger);
+void warn(const std::string& text);
+void inform(const std::string& text);
+
+}  // namespace netfold::nccl

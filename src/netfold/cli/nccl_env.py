@@ -1,0 +1,66 @@
+"""`netfold nccl-env`: the variables with which NCCL finds netfold's network plugin."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from netfold.cli.verb import CANNOT
+
+# The first NCCL that loads a version of the plugin's interface.
+LEAST_NCCL = (2, 20, 3)
+
+
+def plugin() -> Path:
+    """The plugin's shared object, which may be absent from a build of one's own."""
+    spec = importlib.util.find_spec("netfold._native")
+    assert spec is not None and spec.origin is not None, "netfold has a native module"
+    return Path(spec.origin).parent / "nccl" / "libnccl-net-netfold.so"
+
+
+def nccl_env(
+    require: Annotated[
+        bool,
+        typer.Option("--require", help="NCCL stops where the plugin cannot be used, instead of using its sockets."),
+    ] = False,
+) -> None:
+    """Print variables for the ranks of a job: `eval "$(netfold nccl-env)"`. NCCL then sends over netfold's streams.
+
+    Set them on every rank. What will be used goes to standard error.
+    """
+    found = plugin()
+    if not found.exists():
+        typer.echo(f"nccl-env: {found} is absent: this build of netfold has no plugin for NCCL", err=True)
+        raise typer.Exit(CANNOT)
+    # NCCL before 2.21 takes no path, and adds "libnccl-net-" and ".so" to the name.
+    folder = shlex.quote(str(found.parent))
+    typer.echo(f'export LD_LIBRARY_PATH={folder}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"')
+    typer.echo("export NCCL_NET_PLUGIN=netfold")
+    if require:
+        typer.echo("export NCCL_NET=netfold")
+    otherwise = "stops" if require else "uses its own sockets"
+    typer.echo(
+        f"nccl-env: NCCL 2.20.3 or later will send over netfold's TCP streams; where the plugin cannot be used, NCCL "
+        f"{otherwise}, and NCCL_DEBUG=INFO says why",
+        err=True,
+    )
+    for package, numbers in _installed_nccls():
+        if numbers < LEAST_NCCL:
+            installed = ".".join(map(str, numbers))
+            typer.echo(f"nccl-env: {package} {installed} is older, and will not load the plugin", err=True)
+
+
+def _installed_nccls() -> list[tuple[str, tuple[int, ...]]]:
+    """NCCL as PyPI has it, by package: nvidia-nccl-cu12 and others."""
+    found = {}
+    for each in distributions():
+        name = each.metadata["Name"] or ""
+        if name.startswith("nvidia-nccl"):
+            numbers = each.version.split("+")[0].split(".")
+            found[name] = tuple(int(number) for number in numbers if number.isdigit())
+    return sorted(found.items())
