@@ -11,6 +11,8 @@ from ranks import run_ranks, values
 
 from netfold import FileStore
 
+pytestmark = pytest.mark.native
+
 SIZES = (0, 1, 8, 4096, 128 << 10, (128 << 10) + 1, 512 << 10, 3_000_017)
 ENV = {"NETFOLD_INTERFACE": "lo"}
 

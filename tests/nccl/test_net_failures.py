@@ -23,6 +23,8 @@ from ranks import run_ranks, values
 
 from netfold import FileStore
 
+pytestmark = pytest.mark.native
+
 
 def port_of(handle: bytes) -> int:
     return int(struct.unpack_from("=H", handle, 6)[0])
