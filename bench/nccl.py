@@ -47,8 +47,8 @@ def nccl(rounds: int = 10, launches: int = 3) -> str:
         for name, place, environment, measures in PLACES:
             took: dict[tuple[str, int, str], list[float]] = {}
             for _ in range(launches):
-                for mode, size, side, seconds in lines_of(program, place, environment, measures, rounds):
-                    took.setdefault((mode, int(size), side), []).append(float(seconds))
+                for words in lines_of(program, place, environment, measures, rounds):
+                    took.setdefault((words[0], int(words[1]), words[2]), []).append(float(words[3]))
             for mode, size, _ in measures:
                 ours, sockets = took[mode, size, "plugin"], took[mode, size, "sockets"]
                 times = [f"{np.median(each) * 1e6:,.1f}" for each in (ours, sockets)]

@@ -51,9 +51,8 @@ def _table(version: int) -> type[ctypes.Structure]:
     def function(*arguments: Any) -> Any:
         return CFUNCTYPE(c_int, *arguments)
 
-    init = {8: [_Logger], 9: [_Logger], 10: [_Logger, c_void_p]}.get(
-        version, [POINTER(c_void_p), c_uint64, c_void_p, _Logger, c_void_p]
-    )
+    new_init: list[Any] = [POINTER(c_void_p), c_uint64, c_void_p, _Logger, c_void_p]
+    init = {8: [_Logger], 9: [_Logger], 10: [_Logger, c_void_p]}.get(version, new_init)
     connect = [c_int, c_void_p, c_void_p] if version == 10 else [*context, c_int, c_void_p]
     fields = [
         ("name", c_char_p),
@@ -112,9 +111,8 @@ class Plugin:
         self._logger = _Logger(self._write)
         self._size = c_int if version == 8 else c_size_t
         context = c_void_p(1)
-        arguments: list[Any] = {8: [self._logger], 9: [self._logger], 10: [self._logger, None]}.get(
-            version, [byref(context), 7, None, self._logger, None]
-        )
+        new: list[Any] = [byref(context), 7, None, self._logger, None]
+        arguments = {8: [self._logger], 9: [self._logger], 10: [self._logger, None]}.get(version, new)
         self._context = [context] if version >= 11 else []
         self._check(self.table.init(*arguments))
 
@@ -152,7 +150,8 @@ class Plugin:
             self._check(self.table.connect(*self._context, device, *settings, own, byref(comm), None))
             return comm if comm.value else None
 
-        return _until(once, quiet_s, "a connection")
+        comm: c_void_p = _until(once, quiet_s, "a connection")
+        return comm
 
     def accept(self, listener: c_void_p, quiet_s: float = 20) -> c_void_p:
         def once() -> c_void_p | None:
@@ -160,7 +159,8 @@ class Plugin:
             self._check(self.table.accept(listener, byref(comm), None))
             return comm if comm.value else None
 
-        return _until(once, quiet_s, "a connection from the other rank")
+        comm: c_void_p = _until(once, quiet_s, "a connection from the other rank")
+        return comm
 
     def send(self, comm: c_void_p, data: Any, tag: int = 0) -> c_void_p | None:
         """data: an array that the caller keeps. None: the plugin cannot take it now."""

@@ -21,7 +21,7 @@ def pattern(size: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-def exchange(plugin: Plugin, rank: int, folder: str):
+def exchange(plugin: Plugin, rank: int, folder: str) -> tuple[c_void_p, c_void_p]:
     """A comm in each direction between ranks 0 and 1: to send with, to receive with."""
     store = FileStore(folder)
     handle, listener = plugin.listen()
