@@ -112,19 +112,32 @@ std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
   const std::lock_guard lock(mutex_);
   auto port = std::ranges::find(ports_, device, &Port::device);
   if (port == ports_.end()) {
-    const Address& address = devices_.at(static_cast<std::size_t>(device)).address;
-    Fd socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (!socket || ::bind(socket.get(), address.get(), address.length) != 0 || ::listen(socket.get(), SOMAXCONN) != 0) {
-      transport::throw_errno("listen on " + address.text());
-    }
-    const std::uint16_t number = Address::local_of(socket.get()).port();
-    ports_.push_back({device, std::move(socket), number});
+    ports_.push_back({device, open_port(devices_.at(static_cast<std::size_t>(device)))});
     port = ports_.end() - 1;
     transport::signal(ports_changed_);
   }
   handle = handle_of(Address::local_of(port->socket.get()), settings_.streams, id, secret_);
   listeners_.emplace(id, listener);
   return listener;
+}
+
+// The first port of NETFOLD_PORTS that is free.
+Fd Endpoint::open_port(const Device& device) const {
+  for (int number = settings_.first_port; number <= settings_.last_port; ++number) {
+    Address address = device.address;
+    // The port is at the same place in addresses of both families.
+    reinterpret_cast<sockaddr_in&>(address.storage).sin_port = htons(static_cast<std::uint16_t>(number));
+    Fd socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    const int on = 1;
+    if (socket) setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (socket && ::bind(socket.get(), address.get(), address.length) == 0 && ::listen(socket.get(), SOMAXCONN) == 0) {
+      return socket;
+    }
+    if (errno != EADDRINUSE) transport::throw_errno("listen on " + address.text());
+  }
+  throw std::runtime_error("no port of NETFOLD_PORTS=" + std::to_string(settings_.first_port) + "-" +
+                           std::to_string(settings_.last_port) + " is free on " + device.name +
+                           "; every process of a host needs one");
 }
 
 void Endpoint::close(const Listener& listener) {

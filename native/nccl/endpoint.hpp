@@ -111,10 +111,10 @@ class Endpoint {
   struct Port {
     int device = 0;
     transport::Fd socket;
-    std::uint16_t number = 0;
   };
 
   Endpoint();
+  transport::Fd open_port(const Device& device) const;
   void accept_all();
   void accept_one(int port);
   void count_handshake(int change);

@@ -12,6 +12,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 
@@ -57,16 +58,22 @@ std::string_view variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
+std::optional<int> parsed(std::string_view text, int least, int most) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.begin(), text.end(), value);
+  if (error != std::errc() || end != text.end() || value < least || value > most) return std::nullopt;
+  return value;
+}
+
 int number(const char* name, int otherwise, int least, int most) {
   const std::string_view text = variable(name);
   if (text.empty()) return otherwise;
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.begin(), text.end(), value);
-  if (error != std::errc() || end != text.end() || value < least || value > most) {
+  const auto value = parsed(text, least, most);
+  if (!value) {
     throw std::invalid_argument(std::string(name) + "=" + std::string(text) + " is not a whole number of " +
                                 std::to_string(least) + " to " + std::to_string(most));
   }
-  return value;
+  return *value;
 }
 
 }  // namespace
@@ -85,6 +92,17 @@ Settings Settings::from_environment() {
     const auto comma = std::min(left.find(','), left.size());
     if (comma > 0) settings.interfaces.emplace_back(left.substr(0, comma));
     left.remove_prefix(std::min(comma + 1, left.size()));
+  }
+  if (const auto ports = variable("NETFOLD_PORTS"); !ports.empty()) {
+    const auto dash = std::min(ports.find('-'), ports.size());
+    const auto first = parsed(ports.substr(0, dash), 1, 65535);
+    const auto last = dash == ports.size() ? first : parsed(ports.substr(dash + 1), first.value_or(1), 65535);
+    if (!first || !last) {
+      throw std::invalid_argument("NETFOLD_PORTS=" + std::string(ports) +
+                                  " is no port and no range of ports, such as 29600-29607");
+    }
+    settings.first_port = *first;
+    settings.last_port = *last;
   }
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
   settings.job_secret = read_secret(std::string(variable("NETFOLD_SECRET_FILE")));

@@ -14,6 +14,7 @@ namespace netfold::nccl {
 struct Settings {
   auth::Security security = auth::Security::none;  // NETFOLD_SECURITY: none, authenticate, encrypt
   std::vector<std::string> interfaces;             // NETFOLD_INTERFACE, with commas; empty: all that are up
+  int first_port = 0, last_port = 0;               // NETFOLD_PORTS: 29600 or 29600-29607; 0: any
   int streams = 1;                                 // NETFOLD_NCCL_STREAMS: TCP connections of a comm, 1 to 8
   std::int64_t reconnect_ns = 10'000'000'000;      // NETFOLD_RECONNECT_S
   std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none

@@ -214,6 +214,7 @@ def failing_init(rank: int, size: int, folder: str) -> tuple[int, str]:
     [
         ({"NETFOLD_SECURITY": "some"}, "NETFOLD_SECURITY=some is not one of none, authenticate, encrypt"),
         ({"NETFOLD_NCCL_STREAMS": "9"}, "NETFOLD_NCCL_STREAMS=9 is not a whole number of 1 to 8"),
+        ({"NETFOLD_PORTS": "8000-70"}, "NETFOLD_PORTS=8000-70 is no port and no range of ports, such as 29600-29607"),
         ({"NETFOLD_RECONNECT_S": "x"}, "NETFOLD_RECONNECT_S=x is not a whole number of 0 to 3600"),
         ({"NETFOLD_INTERFACE": "eth77"}, "NETFOLD_INTERFACE names eth77, which this host does not have"),
     ],
@@ -224,6 +225,32 @@ def test_a_wrong_setting_is_one_sentence_and_nccl_goes_on_without_the_plugin(
     code, text = values(run_ranks(failing_init, 1, env=env))[0]
     assert code == INVALID_USAGE
     assert sentence in text
+
+
+def ports_in_a_range(rank: int, size: int, folder: str) -> list[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        os.environ["NETFOLD_PORTS"] = f"{first}-{first + 20}"
+        handle, _ = Plugin().listen()
+    return [first, port_of(handle)]
+
+
+def test_the_plugin_listens_on_the_first_free_port_of_the_range() -> None:
+    first, port = values(run_ranks(ports_in_a_range, 1, env=ENV))[0]
+    assert first < port <= first + 20
+
+
+def no_free_port(rank: int, size: int, folder: str) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        os.environ["NETFOLD_PORTS"] = str(taken.getsockname()[1])
+        with pytest.raises(NcclError) as refused:
+            Plugin().listen()
+    return str(refused.value)
+
+
+def test_a_range_without_a_free_port_is_one_sentence() -> None:
+    text = values(run_ranks(no_free_port, 1, env=ENV))[0]
+    assert "is free on lo; every process of a host needs one" in text
 
 
 def unlike_security(rank: int, size: int, folder: str) -> str:
