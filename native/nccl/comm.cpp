@@ -19,11 +19,11 @@ class NoPipes final : public transport::PipeMaker {
   std::unique_ptr<transport::Pipe> make(int) override { throw std::logic_error("a comm has one pipe"); }
 };
 
-std::unique_ptr<transport::Mesh> mesh_of(int self, Connections connections,
+std::unique_ptr<transport::Mesh> mesh_of(int self, Connections connections, bool resumable,
                                          std::function<void(int rail, bool is_first)> on_broken) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes(2);
   pipes[static_cast<std::size_t>(1 - self)] = std::make_unique<transport::TcpPipe>(
-      std::move(connections.sockets), connections.secrets, true, std::move(on_broken));
+      std::move(connections.sockets), connections.secrets, resumable, std::move(on_broken));
   return std::make_unique<transport::Mesh>(self, std::move(pipes), std::make_unique<NoPipes>());
 }
 
@@ -34,7 +34,7 @@ static_assert(kMaxReceives == 1 << kRequestShift && kMaxRequests == 1 << (kCount
 
 }  // namespace
 
-Comm::Comm(Role role, Id id, std::string peer, Connections connections, std::function<void()> on_broken)
+Comm::Comm(Role role, Id id, std::string peer, Connections connections, bool resumable, std::function<void()> on_broken)
     : role_(role),
       id_(id),
       peer_(std::move(peer)),

@@ -46,8 +46,9 @@ class Comm {
   };
 
   // peer: how messages name the other end, "10.0.0.2:7301".
+  // resumable: a connection that breaks may be made again, so that a copy of what was sent is kept.
   // on_broken: called, under the lock, when a connection is found to be broken.
-  Comm(Role role, Id id, std::string peer, Connections connections, std::function<void()> on_broken);
+  Comm(Role role, Id id, std::string peer, Connections connections, bool resumable, std::function<void()> on_broken);
 
   const Id& id() const { return id_; }
   Role role() const { return role_; }

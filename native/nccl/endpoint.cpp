@@ -225,7 +225,9 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
     return;
   }
   const std::lock_guard lock(listener->mutex_);
-  if (listener->arriving_.size() >= kMaxArriving) throw std::runtime_error("too many connections arrive at once");
+  if (listener->arriving_.size() >= kMaxArriving && !listener->arriving_.contains(hello.comm)) {
+    throw std::runtime_error("too many connections arrive at once");
+  }
   auto& arriving = listener->arriving_[hello.comm];
   arriving.connections.sockets.resize(hello.rails);
   arriving.connections.secrets.resize(hello.rails);
@@ -296,7 +298,8 @@ Fd Endpoint::connect_to(const Address& peer, std::int64_t deadline_ns) {
 std::shared_ptr<Comm> Endpoint::make(Comm::Role role, Id id, const Address& peer, Connections connections,
                                      Watched watched) {
   watched.is_connecting.resize(connections.sockets.size());
-  watched.comm = std::make_shared<Comm>(role, id, peer.text(), std::move(connections), [this] { wake(); });
+  watched.comm = std::make_shared<Comm>(role, id, peer.text(), std::move(connections), settings_.reconnect_ns > 0,
+                                        [this] { wake(); });
   const std::lock_guard lock(mutex_);
   return comms_.emplace(id, std::move(watched)).first->second.comm;
 }

@@ -148,6 +148,29 @@ def test_the_death_of_a_rank_ends_what_waits_for_it() -> None:
     assert waited_s < seconds(4)
 
 
+def broken_for_good(rank: int, size: int, folder: str) -> tuple[str, float]:
+    plugin, comm = one_way(rank, folder)
+    store = FileStore(folder)
+    store.set(f"ready/{rank}", b"")
+    store.get(f"ready/{1 - rank}", 30)
+    data = np.zeros(100, np.uint8)
+    request = plugin.receive(comm, [data]) if rank == 1 else None
+    if rank == 1:
+        for fd in connections():
+            hang_up(fd)
+    began = time.monotonic()
+    with pytest.raises(NcclError) as lost:
+        while True:
+            plugin.wait(plugin.send(comm, data) if rank == 0 else request)
+    return str(lost.value), time.monotonic() - began
+
+
+def test_a_connection_that_may_not_be_made_again_ends_at_once() -> None:
+    for text, waited_s in values(run_ranks(broken_for_good, 2, env={**ENV, "NETFOLD_RECONNECT_S": "0"})):
+        assert "closed its connection" in text
+        assert waited_s < seconds(3)
+
+
 def leaving(rank: int, size: int, folder: str) -> str:
     """Rank 0 closes at once after its last request is done: all of it still arrives, and then the end."""
     plugin = Plugin()
