@@ -39,11 +39,11 @@ Comm::Comm(Role role, Id id, std::string peer, Connections connections, bool res
       id_(id),
       peer_(std::move(peer)),
       broken_since_ns_(connections.sockets.size()),
-      lane_(
-          mesh_of(static_cast<int>(role), std::move(connections), [this, tell = std::move(on_broken)](int rail, bool) {
-            broken_since_ns_[static_cast<std::size_t>(rail)] = now_ns();
-            tell();
-          })) {
+      lane_(mesh_of(static_cast<int>(role), std::move(connections), resumable,
+                    [this, tell = std::move(on_broken)](int rail, bool) {
+                      broken_since_ns_[static_cast<std::size_t>(rail)] = now_ns();
+                      tell();
+                    })) {
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     requests_[i].comm_ = this;
     requests_[i].index_ = static_cast<int>(i);
