@@ -154,14 +154,13 @@ def broken_for_good(rank: int, size: int, folder: str) -> tuple[str, float]:
     store.set(f"ready/{rank}", b"")
     store.get(f"ready/{1 - rank}", 30)
     data = np.zeros(100, np.uint8)
-    request = plugin.receive(comm, [data]) if rank == 1 else None
     if rank == 1:
         for fd in connections():
             hang_up(fd)
     began = time.monotonic()
     with pytest.raises(NcclError) as lost:
         while True:
-            plugin.wait(plugin.send(comm, data) if rank == 0 else request)
+            plugin.wait(plugin.send(comm, data) if rank == 0 else plugin.receive(comm, [data]))
     return str(lost.value), time.monotonic() - began
 
 
