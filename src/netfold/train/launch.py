@@ -136,11 +136,8 @@ class _Ranks:
                 lost.clear()
                 print("netfold train: no rank is left; all ranks start again", file=sys.stderr, flush=True)
                 self._start_all()
-        return (
-            0
-            if completes and job_status() not in (POLICY_STATUS, STOPPED_STATUS)
-            else _failed(self._recipe, first, self._signal)
-        )
+        completes = completes and job_status() not in (POLICY_STATUS, STOPPED_STATUS)
+        return 0 if completes else _failed(self._recipe, first, self._signal)
 
     def _start_all(self) -> None:
         if self._store is not None:
