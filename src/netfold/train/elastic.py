@@ -27,7 +27,7 @@ from netfold.torch.elastic import State, World
 from netfold.torch.elastic.world import agent_store
 from netfold.train.callbacks.events import Callback, Event, Stepped
 from netfold.train.checkpoint.atomic import CHECKPOINTS, complete_checkpoints, step_of
-from netfold.train.fault_tolerance.policies import what_is_bad_here
+from netfold.train.fault_tolerance.policies import what_is_bad
 from netfold.train.fault_tolerance.step_vote import VOTE_NUMBERS
 from netfold.train.parallel import Unpipelined
 from netfold.train.parallel.mesh import Mesh, gather
@@ -121,7 +121,7 @@ class ElasticTrainer(Trainer):
 
     def _what_is_bad(self, loss: Tensor | None, gradients: list[str]) -> str:
         # After the vote ranks must not wait for each other.
-        return what_is_bad_here(self.step + 1, loss, gradients)
+        return what_is_bad(self.step + 1, loss, gradients, alone=True)
 
 
 class _Position:

@@ -31,6 +31,7 @@ from netfold.train.models.model import Replica
 from netfold.train.optim.step import States
 from netfold.train.parallel.mesh import gather
 from netfold.train.parallel.shards import local
+from netfold.units import first_few
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -134,8 +135,7 @@ def differences(saved: Metadata, tensors: Mapping[str, Tensor], group: dist.Proc
         ("the model lacks", [key for key in there if key not in wanted]),
         ("of another shape:", [f"{key} is {there[key]} there and {wanted[key]} here" for key in unlike]),
     ):
-        more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
-        texts += [f"{kind} {', '.join(found[:_NAMES_SHOWN])}{more}"] if found else []
+        texts += [f"{kind} {first_few(found, _NAMES_SHOWN)}"] if found else []
     return "; ".join(texts)
 
 

@@ -16,6 +16,7 @@ from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import local
 from netfold.train.recipe import FaultTolerance
+from netfold.units import first_few
 
 
 class NonFiniteError(PolicyStopError):
@@ -70,27 +71,21 @@ def bad_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, each in parameters.items() if each in bad]
 
 
-def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:
-    """One sentence, the same on all ranks. Collective over the group, by default the world."""
-    bad_loss, text = _causes(loss, gradients)
-    found = gather((bad_loss, text), group)
-    # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
-    parts = [text for bad, text in found if bad] or [text for _, text in found if text]
-    return f"step {step}: not finite: {'; '.join(parts)}"
+def what_is_bad(
+    step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> str:
+    """One sentence, the same on all ranks. Collective over the group, by default the world.
 
-
-def what_is_bad_here(step: int, loss: Tensor | None, gradients: list[str]) -> str:
-    """One sentence about this rank alone."""
-    _, text = _causes(loss, gradients)
-    return f"step {step}: not finite: {text or 'the loss or gradients of another rank'}"
-
-
-def _causes(loss: Tensor | None, gradients: list[str]) -> tuple[bool, str]:
+    alone: a sentence about this rank, without communication.
+    """
     bad_loss = loss is not None and not math.isfinite(loss)
     causes = [f"loss {float(loss)}"] if loss is not None and bad_loss else []
-    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
-    causes += [f"gradients of {', '.join(gradients[:3])}{more}"] if gradients else []
-    return bad_loss, f"{this_rank()}: {' and '.join(causes)}" if causes else ""
+    causes += [f"gradients of {first_few(gradients, 3)}"] if gradients else []
+    own = bad_loss, f"{this_rank()}: {' and '.join(causes)}" if causes else ""
+    found = [own] if alone else gather(own, group)
+    # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
+    parts = [text for bad, text in found if bad] or [text for _, text in found if text]
+    return f"step {step}: not finite: {'; '.join(parts) or 'the loss or gradients of another rank'}"
 
 
 def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Exception | None:

@@ -39,7 +39,7 @@ class Straggler:
     def __init__(self, modules: Iterable[nn.Module], recipe: FaultTolerance, mesh: Mesh) -> None:
         """modules: a replica's. mesh: with at least two data-parallel ranks."""
         self._ratio = recipe.straggler_ratio
-        self._alike = mesh.alike()
+        self._alike = mesh.runs(mesh.data.size)
         self._ready_s = 0.0
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         self._slow: dict[int, int] = {}

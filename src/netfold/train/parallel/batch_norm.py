@@ -22,7 +22,7 @@ def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
     norms = norms_of(module, ranks)
     # New groups even if the whole data axis is one run: DDP's pending collectives on the axis's own group must not mix
     # with a layer's.
-    group = own_group(mesh.ranks.movedim(1, -1).reshape(-1, ranks).tolist())
+    group = own_group(mesh.runs(ranks))
     for norm in norms:
         SubGroupBatchNorm.of(norm, group)
 
