@@ -9,6 +9,7 @@ torchrun ends all ranks when one is lost. So the ranks of an elastic job are sta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from netfold.bootstrap.tcp_store import OUTLIVING, TcpStoreServer
 from netfold.elastic.members import STORE_VARIABLE
-from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, handling, unwind_on_signals
 from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_job
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
@@ -47,7 +48,8 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     share_job(recipe, source)
     os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
     if recipe.fault_tolerance.elastic:
-        with _Ranks(recipe, ranks) as started:
+        started = _Ranks(recipe, ranks)
+        with handling(started.pass_on), contextlib.closing(started):
             return started.wait()
     # Longer than the grace time, which the ranks enforce themselves.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(recipe.fault_tolerance.grace_s) + 5)
@@ -88,24 +90,17 @@ class _Ranks:
         self._signal = 0
         self._store: TcpStoreServer | None = None
 
-    def __enter__(self) -> _Ranks:
-        self._handlers = {
-            each: signal.signal(each, self._pass_on) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-        }
-        self._start_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill the ranks that are left."""
         for process in self._processes.values():
             process.kill()
             process.wait()
         if self._store is not None:
             self._store.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def wait(self) -> int:
-        """Wait until no rank is left; returns the job's exit status."""
+        """Start the ranks, and wait until none is left; returns the job's exit status."""
+        self._start_all()
         first, completes, kill_at = "", False, math.inf
         lost: dict[int, tuple[str, float]] = {}
         """By rank: how it ended, and when it is replaced."""
@@ -170,7 +165,7 @@ class _Ranks:
         command = [sys.executable, "-m", "netfold.cli", *sys.argv[1:]]
         self._processes[rank] = subprocess.Popen(command, env=environment)
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def pass_on(self, number: int, _: FrameType | None) -> None:
         self._signal = number
         for process in self._processes.values():
             process.send_signal(number)

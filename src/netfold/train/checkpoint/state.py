@@ -78,14 +78,8 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     """A DTensor if `value` is plain and shaped like this rank's part of `parameter` (the outer state of DiLoCo)."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.shape != local(parameter).shape:
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    place, shape = (parameter.device_mesh, parameter.placements), parameter.shape
+    return DTensor.from_local(value, *place, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, states: States) -> dict[str, Tensor]:
