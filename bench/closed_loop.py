@@ -28,7 +28,6 @@ from driver import Place, Rank, cpu_seconds, open_network, start_ranks, take_tur
 from one_host import keep_busy, profiler  # noqa: F401 - driver starts ranks by the names in this script
 from one_host import measure as measure_alone
 
-from netfold.bench.machine import spoken
 from netfold.bench.spread import Spread, spread
 from netfold.plan.cluster import Cluster
 from netfold.plan.cluster.load import cluster_of
@@ -37,6 +36,7 @@ from netfold.plan.job import Job, Split
 from netfold.plan.model import TimedStep, timed_step_of
 from netfold.plan.step import FITTED
 from netfold.rack.link import BURST_BYTES
+from netfold.runs.machine import spoken
 from netfold.tuning.fit import fit_link
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"

@@ -30,13 +30,13 @@ import typer
 
 from netfold import Communicator, FileStore, Options
 from netfold.bench import ranks
-from netfold.bench.machine import spoken
 from netfold.bench.network import Network, Place, open_network
 from netfold.bench.ranks import Ranks
 from netfold.bench.spread import interleave, spread
 from netfold.bench.start_line import StartLine
 from netfold.bench.table import markdown
 from netfold.rack.processes import exit_on_signals
+from netfold.runs.machine import spoken
 
 RESULTS = Path(__file__).parent / "results"
 # For one start of ranks: an absent rank must not leave the benchmark waiting.

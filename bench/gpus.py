@@ -33,8 +33,8 @@ from typing import Annotated, Any
 
 import typer
 
-from netfold.bench.machine import describe_machine, describe_versions, in_words
 from netfold.bench.table import markdown
+from netfold.runs.machine import describe_machine, describe_versions, in_words
 
 ROOT = Path(__file__).parent.parent
 # For all parts together, of the ten minutes. The rest is for ends: a part that is late gets `_GRACE_S` to end.

@@ -22,7 +22,7 @@ from typing import Any
 
 import driver
 
-from netfold.bench.machine import spoken
+from netfold.runs.machine import spoken
 
 RECIPE = "resnet18-lars"
 KEPT = driver.RESULTS / "large_batch.json"

@@ -23,7 +23,7 @@ import baselines
 import driver
 import typer
 
-from netfold.bench.machine import spoken
+from netfold.runs.machine import spoken
 from netfold.train.recipe.load import load
 
 RECIPES = baselines.RECIPES

@@ -38,11 +38,11 @@ import numpy as np
 from driver import Network, Place, Rank, open_network, start_ranks
 
 from netfold import Communicator
-from netfold.bench.machine import spoken
 from netfold.bench.ranks import BenchError
 from netfold.bench.spread import interleave, paired_ratios
 from netfold.bootstrap.tcp_store import TcpStore
 from netfold.rack import RackError
+from netfold.runs.machine import spoken
 
 SMALL, LARGE = 4, 1 << 20
 LARGE_CALLS = 3

@@ -27,11 +27,11 @@ import driver
 import typer
 from driver import Place, Rank, cell, take_turns
 
-from netfold.bench.machine import spoken
 from netfold.bench.program import backward_flops
 from netfold.bench.spread import paired_ratios, spread
 from netfold.plan.model.catalogue import find_model
 from netfold.rack.link import parse_link
+from netfold.runs.machine import spoken
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 # By its name a side's backend, and its environment.

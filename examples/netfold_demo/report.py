@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from netfold.bench.machine import describe_machine, describe_versions
 from netfold.page.escape import escape, items, terms
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
+from netfold.runs.machine import describe_machine, describe_versions
 from netfold.zoo.data.super_resolution import HELD_OUT, TRAINING
 from netfold_demo import figures
 from netfold_demo.agreement import ALLOWED_RATIO

@@ -91,6 +91,12 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def first_few(texts: Sequence[str], limit: int) -> str:
+    """`a, b, c and 2 more`: at most `limit` of the texts."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return f"{', '.join(texts[:limit])}{more}"
+
+
 def counts(numbers: Mapping[str, int]) -> str:
     """Counts by name, the largest first: `ring 120, tree 8`; `–` if there is none."""
     ordered = sorted(numbers.items(), key=lambda pair: -pair[1])

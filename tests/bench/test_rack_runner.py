@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from netfold.bench.machine import congestion_controls
 from netfold.bench.mpi_peers import find_mpi
 from netfold.bench.rack_runner import Configuration, set_congestion_control, set_loss, start_rack_runner
 from netfold.bench.runner import BenchError
 from netfold.rack import Rack
 from netfold.rack.command import why_unavailable
 from netfold.rack.names import host_namespace
+from netfold.runs.machine import congestion_controls
 
 LACK = why_unavailable(loss=True)
 pytestmark = [

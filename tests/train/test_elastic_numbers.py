@@ -134,18 +134,19 @@ def disturbed(
             recipe_of(precision, policy, elastic=True), world, folder=Path(folder, "run"),
             model=small_losses(forward), data=spoilt(*bad), callbacks=lambda _: [recorder],
         )  # fmt: skip
-        step, load = trainer.update.step, trainer._load_back
+        step, load = trainer.update.step, trainer._go_back
 
         def stepping(lr: float) -> Any:
             die_at("step")
             return step(lr)
 
-        def loading(problem: str) -> None:
+        def loading() -> Any:
             die_at("before the load")
-            load(problem)
+            then = load()
             die_at("after the load")
+            return then
 
-        trainer.update.step, trainer._load_back = stepping, loading
+        trainer.update.step, trainer._go_back = stepping, loading
         return trainer
 
     _, outcome = fit_elastic(recipe_of(precision, policy, elastic=True), make, lambda: None, members)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from netfold.bench.backends import Backend, BackendName, RefusedError, World, algorithm_of
 from netfold.bench.config import SMALL_BYTES, Message
-from netfold.bench.machine import congestion_control
 from netfold.bench.program import build_program
 from netfold.bench.ranks import connect
 from netfold.bench.replay import StepTrial
@@ -22,6 +21,7 @@ from netfold.bench.trial import Trial
 from netfold.bench.turn import run_turn
 from netfold.plan.model.catalogue import find_model
 from netfold.rack.names import HOST_INTERFACE
+from netfold.runs.machine import congestion_control
 
 if TYPE_CHECKING:
     from netfold.bench.accuracy.rank import Accuracy

@@ -24,12 +24,12 @@ from netfold.bench.config import (
     Trials,
     calls_a_round,
 )
-from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.network import Network, Place, open_network
 from netfold.bench.ranks import BenchError, Ranks, start_ranks
 from netfold.bench.spread import interleave
 from netfold.extras import need
 from netfold.rack import Rack
+from netfold.runs.machine import describe_machine, describe_versions
 
 __all__ = ["BenchError", "Runner", "measure", "start_runner"]
 

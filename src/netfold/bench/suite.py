@@ -14,7 +14,6 @@ from netfold.bench.config import BenchEnvironment
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
 from netfold.bench.link_probe import LinkMeasurement, lower_bound_s, probe_rack
-from netfold.bench.machine import in_words
 from netfold.bench.mpi_peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
 from netfold.bench.rules import Verdict, evaluate_goal, render_verdicts, unmeasured
@@ -23,6 +22,7 @@ from netfold.bench.table import describe_breakdown
 from netfold.extras import MissingExtraError
 from netfold.rack import RackError
 from netfold.rack.command import why_unavailable
+from netfold.runs.machine import in_words
 
 Say = Callable[[str], None]
 

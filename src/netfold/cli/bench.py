@@ -216,10 +216,10 @@ def accuracy(
     from netfold.bench.accuracy.report import render
     from netfold.bench.accuracy.run import measure_accuracy
     from netfold.bench.accuracy.settings import Settings
-    from netfold.bench.machine import spoken
     from netfold.bench.ranks import BenchError
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
+    from netfold.runs.machine import spoken
 
     need("netfold bench accuracy", ["torch"], "torch")
     settings = Settings.quick() if quick else Settings()
@@ -264,10 +264,10 @@ def links(
     import os
 
     from netfold.bench.links import LinkSetup, measure, table
-    from netfold.bench.machine import spoken
     from netfold.bench.sizes import parse_size
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
+    from netfold.runs.machine import spoken
 
     load = os.getloadavg()[0]
     found = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,22 +17,36 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 # Larger than any count of hosts, ports or cores, and small enough for a division as a float.
 _LARGEST = 1 << 40
 
 
-def read_toml(path: Path, what: str = "") -> tuple[dict[str, Any], str]:
-    """The keys of a file, and its text. what: begins an error, before the path. Raises ValueError, in one sentence."""
-    where = f"{what} {path}".strip()
+def read_toml(path: Path, what: str = "", *, is_json: bool = False) -> tuple[dict[str, Any], str]:
+    """The keys of a file, and its text. what: begins an error, before the path. Raises ValueError, in one sentence.
+
+    is_json: the file has JSON in place of TOML.
+    """
+    where, text = f"{what} {path}".strip(), ""
     try:
         text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text), text
+        return json.loads(text) if is_json else tomllib.loads(text), text
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: cannot be read: byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise ValueError(f"{where}: lists or tables are nested too deeply to be read") from None
-    except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
-        raise ValueError(f"{where}: is not TOML: {error}") from None
+    except ValueError as error:  # Another syntax, or a number of thousands of digits.
+        at = _AT.search(str(error))
+        line = getattr(error, "lineno", None) or (int(at[1]) if at and at[1] else len(text.splitlines()))
+        kind, see = ("JSON", "") if is_json else ("TOML", "; see toml.io")
+        raise ValueError(f"{where}:{line}: this is not {kind}: {reason(error)}{see}") from None
+
+
+def reason(error: ValueError) -> str:
+    """The text of a parser's error, without its place in the text."""
+    return _AT.sub("", getattr(error, "msg", None) or str(error))
 
 
 class Table:

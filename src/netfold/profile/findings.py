@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from netfold.units import first_few
+
 KB, MB = 1 << 10, 1 << 20
 # Upper bounds of hvprof's buckets for Horovod's messages (Awan et al., HotI 2019). Larger sizes have another bucket.
 BUCKETS = (128 * KB, 16 * MB, 32 * MB, 64 * MB)
@@ -119,7 +121,7 @@ class ClockOffset:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 2`, `ranks 1, 2 and 8 more`."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = first_few([str(rank) for rank in ranks], 8)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -8,7 +8,8 @@
 
 A run is finished when the last line of metrics.jsonl is "ended" with "done". The next start of the same name continues
 an unfinished run that no process is writing.
-May use: page, profile, plan. Needs no torch. Only train and cli import it.
+`machine` describes what a number was measured on, for benchmarks too.
+May use: page, profile, plan. Needs no torch. Only train, bench, cli and the demo import it.
 Invariant: it changes nothing but the page.
 Tests: `pytest tests/train/test_report_page.py tests/train/test_metrics_file.py`.
 """

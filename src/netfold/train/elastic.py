@@ -1,7 +1,6 @@
 """Train although ranks are lost and join: `[fault_tolerance] elastic = true`, over `netfold.elastic`.
 
-Each collective part of training is an attempt of `World`: loading a checkpoint, also to go back to it after a loss that
-is not finite, a step, an evaluation, the begin of a checkpoint. What comes next follows from the position
+Each part of training (`Trainer._next`) is an attempt of `World`. Which part comes next follows from the position
 (`_Position`), which is sent to a new rank with the weights. So all ranks agree on it, whatever was repeated.
 
 A step's samples stay those of a job that lost no rank (`training.scaling` = "strong"): the ranks that are left divide
@@ -10,12 +9,9 @@ them. With "weak" every rank keeps its number of samples, and `schedule.referenc
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +27,12 @@ from netfold.torch.elastic import State, World
 from netfold.torch.elastic.world import agent_store
 from netfold.train.callbacks.events import Callback, Event, Stepped
 from netfold.train.checkpoint.atomic import CHECKPOINTS, complete_checkpoints, step_of
-from netfold.train.checkpoint.recovery import Recovery
-from netfold.train.data.sampler import Prefetcher
-from netfold.train.fault_tolerance.policies import what_is_bad_here
-from netfold.train.fault_tolerance.step_vote import VOTE_NUMBERS, StepVote
-from netfold.train.fault_tolerance.straggler import Straggler
+from netfold.train.fault_tolerance.policies import what_is_bad
+from netfold.train.fault_tolerance.step_vote import VOTE_NUMBERS
 from netfold.train.parallel import Unpipelined
 from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.recipe import Recipe
-from netfold.train.trainer import Outcome, Trainer, is_due
+from netfold.train.trainer import Outcome, Part, Trainer
 
 _FOLDER = "train/folder"
 
@@ -57,7 +50,6 @@ class ElasticTrainer(Trainer):
         **parts: Any,
     ) -> None:
         """callbacks: those of a rank; rank 0's are made again where rank 0 is lost. parts: as `Trainer`'s."""
-        self._folder = folder
         self._last_step: Stepped | None = None
         self._callbacks_of, self._place = callbacks, world.rank
         # The number of ranks changes.
@@ -66,15 +58,6 @@ class ElasticTrainer(Trainer):
         self.world = world
         self._add_votes = world.vote
         self.position = _Position(self)
-        self.begun = self.stopping = self.finished = False
-        self.write_failed = False
-        """The checkpoint being written has failed on a rank."""
-        self.goes_back = ""
-        """The reason for which the newest checkpoint is to be loaded next; "": it is not."""
-        self.evaluated = self.saved = 0
-        """The newest steps that were evaluated, and of which a checkpoint is written or being written."""
-        self.values: dict[str, float] = {}
-        self._batches: Prefetcher | None = None
         others: dict[str, Any] = {}
         if self.update.scaler is not None:
             others["scaler"] = self.update.scaler
@@ -94,14 +77,10 @@ class ElasticTrainer(Trainer):
         self.update.regroup(self.replica)
         if self._straggler is not None:
             self._straggler.close()
-        self._straggler = None
-        if self.mesh.data.size > 1:
-            self._straggler = Straggler(self.replica.modules, self.recipe.fault_tolerance, self.mesh)
         if self.recovery is not None:
             # Its group has ended, and so has what it was writing.
             self.recovery.leave()
-            assert self._folder is not None
-            self.recovery = Recovery(self._folder, self.recipe, self.mesh, self.replica, self.update, self._note)
+        self._meet()
 
     def changed(self, world: World) -> None:
         """Go on in the present generation; the state is whole. Collective."""
@@ -133,117 +112,16 @@ class ElasticTrainer(Trainer):
             self._last_step = event
         super()._notify(event)
 
-    # --- training ---
-
-    def _train(self) -> Outcome:
-        losses: list[float] = []
-        world = self.world
-        try:
-            while not self.finished and not world.left:
-                work, then = self._next()
-                before, found = world.step, None
-                with world.attempt():
-                    found = work()
-                if world.step > before:
-                    if isinstance(found, StepVote):
-                        losses.append(found.loss)
-                    then(found)
-        finally:
-            self._close_batches()
-        reason = "SIGTERM" if self.stopping else "done"
-        return Outcome(self.step, tuple(losses), self.values.get(self.data.metric.name, math.nan), reason)
-
-    def _next(self) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-        """The collective part of training that comes next, and what follows on this rank when it has passed.
-
-        The first may run several times. It changes the position, which is restored before it runs again.
-        """
-        if not self.begun:
-            return self._begin_training, lambda _: self._announce()
-        if not self._started:
-            self._announce()
-        if self._straggler is not None and self._straggler.is_due:
-            return self._straggler.compare, self._found_straggler
-        if self.goes_back:
-            return self._go_back_here, self._tell_back
-        if self.write_failed:
-            return self._settle, lambda _: None
-        ends = self.stopping or self.step >= self.steps
-        evaluates = not self.stopping if ends else is_due(self.step, self.recipe.training.evaluate_every)
-        if evaluates and self.evaluated < self.step:
-            return self._evaluate_here, self._was_evaluated
-        if (ends or is_due(self.step, self.recipe.checkpoint_every(self.steps))) and self.saved < self.step:
-            return self._save_here, lambda _: None
-        if ends:
-            return self._finish, lambda _: None
-        return self._step_here, lambda _: None
-
-    def _begin_training(self) -> None:
-        self._load()
-        # A run that has ended already is evaluated again.
-        self.evaluated = self.step if self.step < self.steps else -1
-        self.begun = True
-
-    def _step_here(self) -> StepVote:
-        if self._batches is None:
-            self._batches = self._make_batches()
-        result = self._one_step(self._batches)
-        # After the vote: this is not undone.
-        self.stopping, self.write_failed = bool(result.stop), bool(result.checkpoint_failed)
-        return result
-
-    def _go_back(self, problem: str) -> None:
-        # Loading is collective, and this step's vote has passed.
-        self.goes_back = problem
-
-    def _go_back_here(self) -> str:
-        problem = self.goes_back
-        self._load_back(problem)
-        self.goes_back, self.saved, self.evaluated = "", self.step, min(self.evaluated, self.step)
-        return problem
-
-    def _evaluate_here(self) -> Any:
-        found = self._evaluated()
-        self.evaluated = self.step
-        return found
-
-    def _was_evaluated(self, found: Any) -> None:
-        self.values = dict(found.values)
-        self._notify(found)
-
-    def _save_here(self) -> None:
-        self._save()
-        self.saved = self.step
-
-    def _settle(self) -> None:
-        # The loss of a rank may be the reason. Then this attempt is repeated, without what was being written.
-        if self.recovery is not None:
-            self.recovery.settle()
-        self.write_failed = False
-
-    def _finish(self) -> None:
-        self._settle()
-        self.finished = True
-
-    def _found_straggler(self, slow: str | None) -> None:
-        if slow is not None:
-            self._react_to_straggler(slow)
-
-    # --- what differs from a job whose ranks stay ---
-
-    def _all_ranks_vote(self) -> bool:
-        """Straggler's comparisons are attempts of their own."""
-        return False
+    def _do(self, part: Part) -> None:
+        before, then = self.world.step, None
+        with self.world.attempt():
+            then = part()
+        if then is not None and self.world.step > before:
+            then()
 
     def _what_is_bad(self, loss: Tensor | None, gradients: list[str]) -> str:
         # After the vote ranks must not wait for each other.
-        return what_is_bad_here(self.step + 1, loss, gradients)
-
-    def _close_batches(self) -> None:
-        if self._batches is not None:
-            with contextlib.suppress(CancelledError):
-                self._batches.close()
-            self._batches = None
+        return what_is_bad(self.step + 1, loss, gradients, alone=True)
 
 
 class _Position:

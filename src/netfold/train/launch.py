@@ -9,6 +9,7 @@ torchrun ends all ranks when one is lost. So the ranks of an elastic job are sta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -25,10 +26,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from netfold.bootstrap.tcp_store import OUTLIVING, TcpStoreServer
 from netfold.elastic.members import STORE_VARIABLE
-from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, handling, unwind_on_signals
 from netfold.train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_job
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
+from netfold.units import plural
 
 # How often the ranks' processes are looked at.
 _POLL_S = 0.05
@@ -46,7 +48,8 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     share_job(recipe, source)
     os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
     if recipe.fault_tolerance.elastic:
-        with _Ranks(recipe, ranks) as started:
+        started = _Ranks(recipe, ranks)
+        with handling(started.pass_on), contextlib.closing(started):
             return started.wait()
     # Longer than the grace time, which the ranks enforce themselves.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(recipe.fault_tolerance.grace_s) + 5)
@@ -68,14 +71,10 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
         with unwind_on_signals():
             torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        status = job_status()
-        if status in (POLICY_STATUS, STOPPED_STATUS):
-            return status
-        print(f"netfold train: {_ending(error, recipe, hopeless=status in FINAL)}", file=sys.stderr)
-        return FAILED
+        rank, failure = error.get_first_failure()
+        return _failed(recipe, f"rank {rank} failed first, it {_how(failure.exitcode)}")
     except SignalException as stopped:
-        early = stopped.sigval == signal.SIGTERM and job_status() == NOT_BEGUN
-        return STOPPED_STATUS if early or job_status() == STOPPED_STATUS else 128 + int(stopped.sigval)
+        return _failed(recipe, stopped_by=int(stopped.sigval))
     finally:
         logging.disable(logging.NOTSET)
     return 0
@@ -91,72 +90,49 @@ class _Ranks:
         self._signal = 0
         self._store: TcpStoreServer | None = None
 
-    def __enter__(self) -> _Ranks:
-        self._handlers = {
-            each: signal.signal(each, self._pass_on) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-        }
-        self._start_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill the ranks that are left."""
         for process in self._processes.values():
             process.kill()
             process.wait()
         if self._store is not None:
             self._store.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def wait(self) -> int:
-        """Wait until no rank is left; returns the job's exit status."""
-        first, completes = "", False
-        kill_at = math.inf
-        lost: dict[int, tuple[str, float]] = {}  # by rank: how it ended, and when it is replaced
+        """Start the ranks, and wait until none is left; returns the job's exit status."""
+        self._start_all()
+        first, completes, kill_at = "", False, math.inf
+        lost: dict[int, tuple[str, float]] = {}
+        """By rank: how it ended, and when it is replaced."""
         while self._processes:
             time.sleep(_POLL_S)
-            for rank, (how, replaced_at) in list(lost.items()):
-                if time.monotonic() > replaced_at:
-                    del lost[rank]
-                    if self._left and not completes and not self._signal and job_status() not in FINAL:
-                        self._replace(rank, how)
-            if self._signal and kill_at == math.inf:
-                kill_at = time.monotonic() + self._recipe.fault_tolerance.grace_s + 5
+            now_s = time.monotonic()
             for rank, process in list(self._processes.items()):
-                if time.monotonic() > kill_at:
+                if now_s > kill_at:
                     process.kill()
                 status = process.poll()
-                if status is None:
-                    continue
-                del self._processes[rank]
-                completes |= status == 0
-                final = job_status() in FINAL
-                if status == 0 or completes or final or self._signal:
-                    continue
-                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                if status is not None:
+                    del self._processes[rank]
+                    completes |= status == 0
+                    lost[rank] = _how(status), now_s + _ALL_LOST_S
+            # If no rank can train, one rank finds it first. The other ranks find it, too, or wait for those that have.
+            ends = bool(self._signal) or job_status() in FINAL
+            if ends and math.isinf(kill_at):
+                kill_at = now_s + self._recipe.fault_tolerance.grace_s + 5
+            if ends or completes:
+                lost.clear()
+            for rank, (how, replaced_at) in list(lost.items()):
                 first = first or f"rank {rank} failed first, it {how}"
-                lost[rank] = how, time.monotonic() + _ALL_LOST_S
-            if job_status() in FINAL and math.isinf(kill_at):
-                # A rank found that no rank can train. The other ranks find it, too, or wait for those that have.
-                kill_at = time.monotonic() + self._recipe.fault_tolerance.grace_s
-            if not self._processes and not completes and not self._signal and job_status() not in FINAL and self._left:
+                if now_s > replaced_at and self._left and self._processes:
+                    del lost[rank]
+                    self._replace(rank, how)
+            if lost and self._left and not self._processes:
                 self._left -= 1
                 lost.clear()
                 print("netfold train: no rank is left; all ranks start again", file=sys.stderr, flush=True)
                 self._start_all()
-        return self._status(first, completes=completes)
-
-    def _status(self, first: str, *, completes: bool) -> int:
-        status = job_status()
-        if status in (POLICY_STATUS, STOPPED_STATUS):
-            return status
-        if completes:
-            return 0
-        if self._signal:
-            early = self._signal == signal.SIGTERM and status == NOT_BEGUN
-            return STOPPED_STATUS if early else 128 + self._signal
-        text = "no restart would help; see the sentence above" if status in FINAL else _given_up(self._recipe, first)
-        print(f"netfold train: {text}", file=sys.stderr)
-        return FAILED
+        completes = completes and job_status() not in (POLICY_STATUS, STOPPED_STATUS)
+        return 0 if completes else _failed(self._recipe, first, self._signal)
 
     def _start_all(self) -> None:
         if self._store is not None:
@@ -189,21 +165,25 @@ class _Ranks:
         command = [sys.executable, "-m", "netfold.cli", *sys.argv[1:]]
         self._processes[rank] = subprocess.Popen(command, env=environment)
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def pass_on(self, number: int, _: FrameType | None) -> None:
         self._signal = number
         for process in self._processes.values():
             process.send_signal(number)
 
 
-def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
-    if hopeless:
-        return "no restart would help; see the sentence above"
-    rank, failure = error.get_first_failure()
-    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
-    return _given_up(recipe, f"rank {rank} failed first, it {how}")
+def _how(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _given_up(recipe: Recipe, why: str) -> str:
+def _failed(recipe: Recipe, why: str = "", stopped_by: int = 0) -> int:
+    """The exit status of a job that has not completed. Prints why, unless a rank or a signal has said it."""
+    status = job_status()
+    if status in (POLICY_STATUS, STOPPED_STATUS):
+        return status
+    if stopped_by:
+        return STOPPED_STATUS if stopped_by == signal.SIGTERM and status == NOT_BEGUN else 128 + stopped_by
     restarts = recipe.fault_tolerance.restarts
-    often = f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)"
-    return f"given up {often if restarts else '(no restarts)'}: {why}"
+    after = f"after {plural(restarts, 'restart')} (fault_tolerance.restarts)" if restarts else "(no restarts)"
+    hopeless = "no restart would help; see the sentence above"
+    print(f"netfold train: {hopeless if status in FINAL else f'given up {after}: {why}'}", file=sys.stderr)
+    return FAILED

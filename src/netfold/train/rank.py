@@ -128,9 +128,7 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
     try:
         if recipe.fault_tolerance.elastic and evaluation is None:
             elastic, outcome = _fit_elastic(recipe)
-            if elastic.world.rank == 0:
-                _print_outcome(outcome, elastic, elastic.world.size, began_s)
-            return STOPPED_STATUS if outcome.reason != "done" else 0
+            return _ended(outcome, elastic, elastic.world.rank, elastic.world.size, began_s)
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
             return CANNOT
@@ -161,9 +159,7 @@ def _train(recipe: Recipe, source: Source, evaluation: Evaluation | None) -> int
         # torch raises NotImplementedError, a RuntimeError, for an operation that it lacks: a restart does not help.
         transient = isinstance(error, _TRANSIENT) and not isinstance(error, NotImplementedError)
         return POLICY_STATUS if by_policy else FAILED if transient else CANNOT
-    if rank == 0:
-        _print_outcome(outcome, trainer, place.size, began_s)
-    return STOPPED_STATUS if outcome.reason != "done" else 0
+    return _ended(outcome, trainer, rank, place.size, began_s)
 
 
 def _begin(trainer: Trainer) -> None:
@@ -173,18 +169,21 @@ def _begin(trainer: Trainer) -> None:
         set_job_status(BEGUN)
 
 
-def _print_outcome(outcome: Outcome, trainer: Trainer, ranks: int, began_s: float) -> None:
+def _ended(outcome: Outcome, trainer: Trainer, rank: int, ranks: int, began_s: float) -> int:
+    """The exit status; rank 0 prints the result."""
     from netfold.runs.metrics import result
     from netfold.train.callbacks.metrics_file import metric_words
 
-    if outcome.reason != "done":
+    done, took_s = outcome.reason == "done", time.perf_counter() - began_s
+    if rank == 0 and done:
+        found = result(metric_words(trainer.data.metric), outcome.metric)
+        print(f"{found}; {outcome.step} steps in {took_s:.1f} s on {plural(ranks, 'rank')}", flush=True)
+    elif rank == 0:
         _print(
             f"asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a checkpoint is written, "
             "and the same command continues from it"
         )
-        return
-    took_s, found = time.perf_counter() - began_s, result(metric_words(trainer.data.metric), outcome.metric)
-    print(f"{found}; {outcome.step} steps in {took_s:.1f} s on {plural(ranks, 'rank')}", flush=True)
+    return 0 if done else STOPPED_STATUS
 
 
 class _CannotTrainError(Exception):

@@ -7,7 +7,7 @@ module decides when to call them.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +53,13 @@ from netfold.train.recipe.errors import error_kind, error_text
 
 # The shortest time that an estimate of exposed communication is of.
 _OVERLAP_EVERY_S = 2.0
+
+Then = Callable[[], None]
+Part = Callable[[], Then | None]
+"""A part of training, collective over the world. It changes the position, and returns what follows on this rank alone.
+
+In an elastic job it may run several times, each time from the same position; what follows runs once.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.replica, recipe, without_decay)
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
         self._island = self.update.island
+        self._losses: list[float] = []
         self._round: list[StepVote] = []
         self._round_problems: list[str] = []
         """Under [diloco]: this island's votes of the round's steps, and the reasons of steps that were left out."""
@@ -115,6 +123,16 @@ class Trainer:
         self.step = 0
         self.samples = 0
         """The position in the data: samples taken so far, whatever the batch was in earlier runs."""
+        self.begun = self.stopping = self.finished = False
+        self.write_failed = False
+        """The checkpoint being written has failed on a rank."""
+        self.goes_back = ""
+        """The reason for which the newest checkpoint is to be loaded next; "": it is not."""
+        self.evaluated = self.saved = 0
+        """The newest steps that were evaluated, and of which a checkpoint is written or being written."""
+        self.values: dict[str, float] = {}
+        """Of the last evaluation."""
+        self._batches: Prefetcher | None = None
         self._batch: Batch | None = None
         # Observes the thread that makes it, which must be the training thread.
         self._overlap = LiveOverlap()
@@ -131,15 +149,20 @@ class Trainer:
         self._buffers = [buffer for each in self.replica.modules for buffer in each.buffers() if skips]
         self._buffers_before: list[Tensor] = []
         """Running means, and their values before the step, which are restored if the step is left out."""
+        self.stop = StopRequest(recipe.fault_tolerance.grace_s)
+        self._folder = folder
+        self._meet()
+
+    def _meet(self) -> None:
+        """Make the parts whose ranks meet at times of their own. Collective over the world."""
         self._straggler: Straggler | None = None
         if self.mesh.data.size > 1:
-            self._straggler = Straggler(self.replica.modules, recipe.fault_tolerance, self.mesh)
+            self._straggler = Straggler(self.replica.modules, self.recipe.fault_tolerance, self.mesh)
         elif dist.get_world_size() > 1:
             self._note("info", "parallel.data is 1: no two ranks have the same work, so no straggler can be named")
-        self.stop = StopRequest(recipe.fault_tolerance.grace_s)
         self.recovery: Recovery | None = None
-        if folder is not None:
-            self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.update, self._note)
+        if self._folder is not None:
+            self.recovery = Recovery(self._folder, self.recipe, self.mesh, self.replica, self.update, self._note)
 
     @property
     def steps(self) -> int:
@@ -192,41 +215,118 @@ class Trainer:
             return evaluate(self.replica, self.model, self.data, self.mesh, share)
 
     def _train(self) -> Outcome:
-        training = self.recipe.training
-        losses: list[float] = []
+        try:
+            while not self.finished:
+                self._do(self._next())
+        finally:
+            self._close_batches()
+        reason = "SIGTERM" if self.stopping else "done"
+        metric = math.nan if self.stopping else self.values.get(self.data.metric.name, math.nan)
+        return Outcome(self.step, tuple(self._losses), metric, reason)
+
+    def _do(self, part: Part) -> None:
+        then = part()
+        if then is not None:
+            then()
+
+    def _next(self) -> Part:
+        """The part of training that comes next. It follows from the position, and so is the same on all ranks."""
+        if not self.begun:
+            return self._begin
+        if not self._started:
+            self._announce()
+        if self._straggler is not None and self._straggler.is_due and self._all_ranks_vote():
+            return self._compare
+        if self.goes_back:
+            return self._go_back
+        if self.write_failed:
+            return self._settle
+        ends = self.stopping or self.step >= self.steps
+        evaluates = not self.stopping if ends else is_due(self.step, self.recipe.training.evaluate_every)
+        if evaluates and self.evaluated < self.step:
+            return self._evaluate
+        if (ends or is_due(self.step, self.recipe.checkpoint_every(self.steps))) and self.saved < self.step:
+            return self._save
+        return self._finish if ends else self._take_step
+
+    # --- the parts of training ---
+
+    def _begin(self) -> None:
         self._load()
-        self._announce()
-        values: dict[str, float] = {}
-        reason = "done"
-        with contextlib.closing(self._make_batches()) as batches:
-            while self.step < self.steps:
-                votes = self._common_votes(self._one_step(batches))
-                if not votes:
-                    continue
-                losses += [each.loss for each in votes]
-                if votes[-1].stop:
-                    reason = "SIGTERM"
-                    break
-                if votes[-1].checkpoint_failed and self.recovery is not None:
-                    self.recovery.settle()
-                if is_due(self.step, training.evaluate_every) and self.step < self.steps:
-                    self._evaluate()
-                if is_due(self.step, self.recipe.checkpoint_every(self.steps)):
-                    self._save()
+        # A run that has ended already is evaluated again.
+        self.evaluated = self.step if self.step < self.steps else -1
+        self.saved, self.begun = self.step, True
+
+    def _take_step(self) -> Then:
+        if self._batches is None:
+            self._batches = self._make_batches()
+        votes = self._common_votes(self._one_step(self._batches))
+        if votes:
+            # After the vote: this is not undone.
+            self.stopping, self.write_failed = bool(votes[-1].stop), bool(votes[-1].checkpoint_failed)
             if self.step >= self.steps:
                 self.update.finish()
-            if reason == "done":
-                values = self._evaluate()
-        self._save()
+        return functools.partial(self._losses.extend, [each.loss for each in votes])
+
+    def _compare(self) -> Then | None:
+        assert self._straggler is not None
+        slow = self._straggler.compare()
+        return functools.partial(self._react_to_straggler, slow) if slow is not None else None
+
+    def _go_back(self) -> Then:
+        """Continue with the weights of the newest checkpoint."""
+        problem = self.goes_back
+        position = self.recovery.back() if self.recovery is not None else None
+        if position is None:
+            raise NonFiniteError(f"{problem}; there is no checkpoint yet to go back to (checkpoint.every)")
+        self.step = self.saved = position.step
+        self.goes_back, self.evaluated = "", min(self.evaluated, self.step)
+        text = (
+            f"{problem}; training goes back to the weights of step {self.step}, and continues with sample "
+            f"{self.samples} of the data"
+        )
+        return functools.partial(self._note, "warning", text)
+
+    def _evaluate(self) -> Then:
+        began_s = time.perf_counter()
+        share = self.batch // self.mesh.shares
+        panels: Sequence[Panel] = ()
+        with self.update.common(), self.update.averages_in_place():
+            self.values = evaluate(self.replica, self.model, self.data, self.mesh, share)
+            seconds = time.perf_counter() - began_s
+            if self.step == self.steps and self.data.pictures is not None:
+                panels = render(self.replica, self.data.pictures, self.mesh, share)
+        self.evaluated = self.step
+        return functools.partial(self._notify, Evaluated(self.step, self.values, seconds, panels))
+
+    def _save(self) -> None:
+        if self.recovery is not None:
+            with self.update.common():
+                self.recovery.save(self.step, self.samples)
+        self.saved = self.step
+
+    def _settle(self) -> None:
+        # In an elastic job the loss of a rank may be the reason. Then this part is repeated, without what was written.
         if self.recovery is not None:
             self.recovery.settle()
-        return Outcome(self.step, tuple(losses), values.get(self.data.metric.name, math.nan), reason)
+        self.write_failed = False
+
+    def _finish(self) -> None:
+        self._settle()
+        self.finished = True
+
+    # --- a step ---
 
     def _make_batches(self) -> Prefetcher:
         agree = None if self._replacer is None else self._replacer.agree
         examples, mesh = self._replacer or self._examples, self.mesh
         pin = mesh.device.type == "cuda"
         return Prefetcher(examples, self.recipe.training.seed, self.batch, mesh.share, mesh.shares, agree, pin=pin)
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _load(self) -> None:
         """Begin with the newest checkpoint, or the first weights. Collective over the world."""
@@ -287,7 +387,7 @@ class Trainer:
         if not result.not_finite:
             norm, skipped = self.update.step(lr), self.update.skipped
         elif not self._leave_out(self._what_is_bad(loss, bad)):
-            return result  # Training is back at a checkpoint.
+            return result  # Training goes back to a checkpoint.
         self.step += 1
         self.update.end_step(self.step)
         self.samples += self.batch
@@ -299,9 +399,7 @@ class Trainer:
         for text in self._replacer.new_messages() if self._replacer is not None else ():
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:
-            slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._all_ranks_vote())
-            if slow is not None:
-                self._react_to_straggler(slow)
+            self._straggler.stepped(began_s, data_s, gradients_s)
         return result
 
     # The sum of the votes over all ranks; None: by an all_reduce.
@@ -338,7 +436,7 @@ class Trainer:
         return votes
 
     def _leave_out(self, problem: str) -> bool:
-        """Handle a step with bad numbers. True: it counts as done. False: training is back at the last checkpoint."""
+        """Handle a step with bad numbers. True: it counts as done. False: training goes back to the last checkpoint."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._buffers_before)
         if self._island is not None:
@@ -358,48 +456,8 @@ class Trainer:
         # Weights go back, but the data continues after the bad batch, which would cause the same again (as in PaLM,
         # Chowdhery 2022, section 5.1).
         self.samples += samples
-        self._go_back(problem)
+        self.goes_back = problem
         return False
-
-    def _go_back(self, problem: str) -> None:
-        """Continue with the weights of the newest checkpoint. Collective over the world."""
-        self._load_back(problem)
-        self._tell_back(problem)
-
-    def _load_back(self, problem: str) -> None:
-        position = self.recovery.back() if self.recovery is not None else None
-        if position is None:
-            raise NonFiniteError(f"{problem}; there is no checkpoint yet to go back to (checkpoint.every)")
-        self.step = position.step
-
-    def _tell_back(self, problem: str) -> None:
-        self._note(
-            "warning",
-            f"{problem}; training goes back to the weights of step {self.step}, and continues with sample "
-            f"{self.samples} of the data",
-        )
-
-    def _save(self) -> None:
-        if self.recovery is not None:
-            with self.update.common():
-                self.recovery.save(self.step, self.samples)
-
-    def _evaluate(self) -> dict[str, float]:
-        found = self._evaluated()
-        self._notify(found)
-        return dict(found.values)
-
-    def _evaluated(self) -> Evaluated:
-        """Collective over the world."""
-        began_s = time.perf_counter()
-        share = self.batch // self.mesh.shares
-        panels: Sequence[Panel] = ()
-        with self.update.common(), self.update.averages_in_place():
-            values = evaluate(self.replica, self.model, self.data, self.mesh, share)
-            seconds = time.perf_counter() - began_s
-            if self.step == self.steps and self.data.pictures is not None:
-                panels = render(self.replica, self.data.pictures, self.mesh, share)
-        return Evaluated(self.step, values, seconds, panels)
 
     def _note(self, level: str, text: str) -> None:
         if self._started:

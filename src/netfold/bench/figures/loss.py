@@ -16,10 +16,10 @@ from netfold.bench.figures.figure import (
     in_times,
     run_cases,
 )
-from netfold.bench.machine import congestion_control, congestion_controls
 from netfold.bench.rack_runner import Configuration, set_congestion_control, set_loss
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
+from netfold.runs.machine import congestion_control, congestion_controls
 
 HOSTS = 4
 RATE = "200mbit"

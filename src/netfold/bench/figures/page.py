@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from netfold.bench.figures.figure import Figure, Measurements, Predicted
-from netfold.bench.machine import in_words
 from netfold.page.escape import escape, items
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
+from netfold.runs.machine import in_words
 
 _METHOD = """<p>Hosts are network namespaces of one machine with shaped links; the switch is a process. In every round
 each backend of a figure runs once, in the same processes (an MPI in its own, on the same hosts). Points and numbers are

@@ -17,11 +17,11 @@ from netfold.bench.figures import efficiency, hosts, latency, loss, packets, spe
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import Figure, Measurements
 from netfold.bench.figures.page import render
-from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.runner import BenchError
 from netfold.rack import RackError
 from netfold.rack.command import why_unavailable
 from netfold.rack.processes import uninterrupted
+from netfold.runs.machine import describe_machine, describe_versions
 
 Say = Callable[[str], None]
 Figures = dict[str, Measurements]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from netfold.diagnostics.preflight.facts import Facts
+from netfold.units import first_few
 
 
 def by_host(facts: Sequence[Facts]) -> list[tuple[Facts, list[int]]]:
@@ -16,9 +17,7 @@ def by_host(facts: Sequence[Facts]) -> list[tuple[Facts, list[int]]]:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    return (
-        ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
-    )
+    return first_few([str(rank) for rank in ranks], 8)
 
 
 def size(count: float) -> str:

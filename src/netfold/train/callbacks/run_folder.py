@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -18,14 +17,15 @@ from typing import Any
 import torch.distributed as dist
 
 from netfold.runs import ENVIRONMENT, RECIPE, write_whole
+from netfold.runs.machine import commit_of, describe_machine
 from netfold.runs.metrics import is_held, read_metrics
+from netfold.train.parallel.mesh import gather
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.load import read_resolved
 
 _PACKAGES = ("netfold", "torch", "numpy", "pydantic")
 # Names of settings whose values are secret.
 _SECRET = re.compile("TOKEN|SECRET|KEY|PASSWORD")
-_GIT_TIMEOUT_S = 5.0
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -34,26 +34,21 @@ def run_folder(recipe: Recipe) -> Path:
     `run.name` names the run, or else the model. Collective over the world if there is one: rank 0 chooses. Raises
     ValueError for a name or recipe that cannot be written, RuntimeError on all ranks if rank 0 cannot write.
     """
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if size > 1 else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     name, written = run_name(recipe), recipe.model_dump_json(indent=1)
-    ranks: list[Any] = [_rank_facts(rank)] * size
-    if size > 1:
-        dist.all_gather_object(ranks, ranks[0])
-    chosen: list[Any] = [None, ""]
+    ranks = gather({"rank": rank, "host": socket.gethostname(), **describe_machine()})
+    chosen: Path | str = ""
     if rank == 0:
         try:
-            chosen[0] = _choose(recipe, name)
-            write_whole(chosen[0] / RECIPE, written)
-            _add_start(chosen[0] / ENVIRONMENT, ranks)
+            chosen = _choose(recipe, name)
+            write_whole(chosen / RECIPE, written)
+            _add_start(chosen / ENVIRONMENT, ranks)
         except OSError as error:
-            chosen[1] = f"no folder for the run could be made in {recipe.run.folder} (run.folder): {error}"
-    if size > 1:
-        dist.broadcast_object_list(chosen)
-    folder, failed = chosen
-    if failed:
-        raise RuntimeError(failed)
-    return Path(folder)
+            chosen = f"no folder for the run could be made in {recipe.run.folder} (run.folder): {error}"
+    folder = gather(chosen)[0]
+    if isinstance(folder, str):
+        raise RuntimeError(folder)
+    return folder
 
 
 def run_name(recipe: Recipe) -> str:
@@ -104,31 +99,9 @@ def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
             "time": round(time.time(), 3),
             "versions": {"python": platform.python_version(), **versions},
             "command": [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]],
-            "commit": _commit(),
+            "commit": commit_of(Path.cwd()),
             "settings": {name: "(set, not shown)" if _SECRET.search(name) else os.environ[name] for name in names},
             "ranks": ranks,
         }
     )
     write_whole(path, json.dumps({"starts": starts}, indent=1))
-
-
-def _rank_facts(rank: int) -> dict[str, Any]:
-    """Facts about this process's host, which all ranks gather."""
-    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": cpu[1] if cpu is not None else platform.machine(),
-        "kernel": platform.release(),
-    }
-
-
-def _commit() -> str | None:
-    """The commit of the current folder, marked if files differ; None outside a repository."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= and changes"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S)
-        return done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -15,6 +15,7 @@ from torch import nn
 
 from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import axes, local
+from netfold.units import first_few
 
 
 class DriftError(RuntimeError):
@@ -41,8 +42,8 @@ def check_replicated(parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: i
     for ranks in mesh.ranks.reshape(-1, mesh.tensor.size).tolist():
         unlike = [name for name in found[ranks[0]][0] if len({found[rank][0][name] for rank in ranks}) > 1]
         if unlike:
-            more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
-            parts.append(f"{unlike[0]}{more} on ranks {', '.join(f'{rank} ({found[rank][1]})' for rank in ranks)}")
+            hosts = ", ".join(f"{rank} ({found[rank][1]})" for rank in ranks)
+            parts.append(f"{first_few(unlike, 1)} on ranks {hosts}")
     if parts:
         raise DriftError(
             f"step {step}: copies of weights differ between ranks of a tensor group: {'; '.join(parts)}; no checkpoint "

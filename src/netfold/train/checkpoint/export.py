@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -26,7 +26,6 @@ from netfold.units import plural
 
 # Hugging Face's limit of a file.
 SHARD_BYTES = 5 * 10**9
-_NAMES = {torch.bool: "BOOL", **{dtype: name for name, dtype in DTYPE_MAP.items()}}
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ def export(run: Path, out: Path, dtype: torch.dtype | None = None, *, ema: bool 
 
     run: a run's folder, or one of its checkpoints. dtype: of the parameters; without it as they were saved (f32).
     Buffers keep their types. ema: the averages of trained weights (`training.ema`) instead of these.
-    Holds one tensor in memory at a time. `out` is complete or absent. Returns a sentence about it. Raises ValueError,
-    OSError.
+    Holds the tensors of one file in memory at a time. `out` is complete or absent. Returns a sentence about it. Raises
+    ValueError, OSError.
     """
     checkpoint = find_checkpoint(run)
     damage = find_damage(checkpoint, 0, 1)
@@ -113,25 +112,11 @@ def _divide(entries: dict[str, _Entry]) -> dict[str, list[str]]:
 
 
 def _write(path: Path, entries: dict[str, _Entry], reader: FileSystemReader) -> None:
-    """Write one file of the format: its header's length (u64), the header (JSON, padded to 8 bytes), the values.
-
-    The safetensors package writes only tensors that are all in memory.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, entry in entries.items():
-        begin, end = end, end + entry.size_bytes
-        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in entries.values():
-            tensor = torch.empty(entry.shape, dtype=entry.dtype)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that no ranks take part.
-                # The values are converted as they are copied.
-                load({entry.key: tensor}, storage_reader=reader, no_dist=True)
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that no ranks take part.
+        # The values are converted as they are copied.
+        load({entries[name].key: each for name, each in tensors.items()}, storage_reader=reader, no_dist=True)
+    save_file(tensors, path, {"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file)

@@ -15,30 +15,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from netfold.train.checkpoint.atomic import (
-    CHECKPOINTS,
-    PART,
-    AtomicCheckpointWriter,
-    Position,
-    complete_checkpoints,
-    find_damage,
-    name_of,
-    quarantine,
-    read_manifest,
-    remove_incomplete,
-)
+from netfold.train.checkpoint import atomic, state
 from netfold.train.checkpoint.drift import check_replicated
-from netfold.train.checkpoint.state import (
-    CheckpointError,
-    allocate_state,
-    collect_state,
-    differences,
-    errors_of,
-    list_tensors,
-    load_tensors,
-    of_model,
-    reasons,
-)
+from netfold.train.checkpoint.state import CheckpointError
 from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.models.model import Replica
 from netfold.train.optim.step import OptimizerStep
@@ -76,16 +55,16 @@ class Recovery:
         note: Note,
     ) -> None:
         """folder: the run's, shared by all ranks. Removes what crashes left in it. Collective over the world."""
-        self._folder, self._recipe, self._mesh, self._note = folder / CHECKPOINTS, recipe, mesh, note
+        self._folder, self._recipe, self._mesh, self._note = folder / atomic.CHECKPOINTS, recipe, mesh, note
         self._parts, self._update = (replica, dict(replica.named_parameters())), update
         self._group = dist.new_group(timeout=timedelta(seconds=recipe.run.timeout_s))
         self._saved: int | None = None
         self._pending: tuple[int, futures.Future[Any]] | None = None
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            remove_incomplete(self._folder)
+            atomic.remove_incomplete(self._folder)
 
-    def begin(self) -> Position | None:
+    def begin(self) -> atomic.Position | None:
         """Load the newest checkpoint; None if there is none. Raises ValueError, CheckpointError."""
         position = self.back()
         if position is not None:
@@ -100,23 +79,24 @@ class Recovery:
             self._note("info", f"continues from the checkpoint of step {position.step}, {position.samples} samples")
         return position
 
-    def back(self) -> Position | None:
+    def back(self) -> atomic.Position | None:
         """Load the newest undamaged checkpoint; None if there is none, and then nothing has changed."""
         self.settle()
         path = self._newest()
         if path is None:
             return None
-        position, _ = read_manifest(path)
+        position, _ = atomic.read_manifest(path)
         reader = FileSystemReader(path)
-        saved = list_tensors(reader)
-        tensors = allocate_state(saved, *self._parts, self._update.states({key.partition(".")[0] for key in saved}))
-        unlike = differences(of_model(saved), of_model(tensors), self._group)
+        saved = state.list_tensors(reader)
+        kinds = {key.partition(".")[0] for key in saved}
+        tensors = state.allocate_state(saved, *self._parts, self._update.states(kinds))
+        unlike = state.differences(state.of_model(saved), state.of_model(tensors), self._group)
         if unlike:
             raise ValueError(
                 f"checkpoint {path} is of another model: {unlike}; give run.name another name, or the recipe the "
                 "model that it was written for"
             )
-        load_tensors(tensors, reader, self._group)
+        state.load_tensors(tensors, reader, self._group)
         self._update.load_state_dict(position.numbers)
         self._saved = position.step
         return position
@@ -131,9 +111,9 @@ class Recovery:
         self.settle()
         _, parameters = self._parts
         check_replicated(parameters, self._mesh, step)
-        tensors = collect_state(*self._parts, self._update.states(), buffers=self._mesh.data.rank == 0)
-        position = Position(step, samples, self._update.state_dict(), self._recipe.model_dump(mode="json"))
-        writer = AtomicCheckpointWriter(self._folder, position, self._recipe.checkpoint.keep)
+        tensors = state.collect_state(*self._parts, self._update.states(), buffers=self._mesh.data.rank == 0)
+        position = atomic.Position(step, samples, self._update.state_dict(), self._recipe.model_dump(mode="json"))
+        writer = atomic.AtomicCheckpointWriter(self._folder, position, self._recipe.checkpoint.keep)
         future: Any
         if self._recipe.checkpoint.asynchronous:
             future = async_save(tensors, storage_writer=writer, process_group=self._group)
@@ -164,13 +144,13 @@ class Recovery:
         if error is None:
             return
         if dist.get_rank() == 0:
-            shutil.rmtree(self._folder / (name_of(step) + PART), ignore_errors=True)
+            shutil.rmtree(self._folder / (atomic.name_of(step) + atomic.PART), ignore_errors=True)
         text = (
-            f"the checkpoint of step {step} in {self._folder} was not written: {reasons(error)}; earlier ones are "
-            "unchanged"
+            f"the checkpoint of step {step} in {self._folder} was not written: {state.reasons(error)}; earlier "
+            "ones are unchanged"
         )
         full = (errno.ENOSPC, errno.EDQUOT)
-        if not any(isinstance(each, OSError) and each.errno in full for each in errors_of(error).values()):
+        if not any(isinstance(each, OSError) and each.errno in full for each in state.errors_of(error).values()):
             raise CheckpointError(text) from error
         if self._recipe.fault_tolerance.disk_full == "stop":
             raise CheckpointStopError(f"{text}; fault_tolerance.disk_full is 'stop'") from error
@@ -187,8 +167,8 @@ class Recovery:
 
     def _newest(self) -> Path | None:
         """The newest undamaged checkpoint. Every rank reads a share of the files; damage is handled by the policy."""
-        for path in reversed(gather(complete_checkpoints(self._folder), self._group)[0]):
-            found = gather(find_damage(path, dist.get_rank(), dist.get_world_size()), self._group)
+        for path in reversed(gather(atomic.complete_checkpoints(self._folder), self._group)[0]):
+            found = gather(atomic.find_damage(path, dist.get_rank(), dist.get_world_size()), self._group)
             damage = next(filter(None, found), "")
             if not damage:
                 return path
@@ -198,7 +178,7 @@ class Recovery:
                     'fault_tolerance.corrupt_checkpoint = "previous"'
                 )
             if dist.get_rank() == 0:
-                quarantine(path)
+                atomic.quarantine(path)
             self._note("warning", f"checkpoint {path} is damaged and was renamed: {damage}; the one before it is taken")
         return None
 

@@ -31,6 +31,7 @@ from netfold.train.models.model import Replica
 from netfold.train.optim.step import States
 from netfold.train.parallel.mesh import gather
 from netfold.train.parallel.shards import local
+from netfold.units import first_few
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -77,14 +78,8 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     """A DTensor if `value` is plain and shaped like this rank's part of `parameter` (the outer state of DiLoCo)."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.shape != local(parameter).shape:
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    place, shape = (parameter.device_mesh, parameter.placements), parameter.shape
+    return DTensor.from_local(value, *place, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def allocate_state(saved: Metadata, replica: Replica, parameters: Parameters, states: States) -> dict[str, Tensor]:
@@ -134,8 +129,7 @@ def differences(saved: Metadata, tensors: Mapping[str, Tensor], group: dist.Proc
         ("the model lacks", [key for key in there if key not in wanted]),
         ("of another shape:", [f"{key} is {there[key]} there and {wanted[key]} here" for key in unlike]),
     ):
-        more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
-        texts += [f"{kind} {', '.join(found[:_NAMES_SHOWN])}{more}"] if found else []
+        texts += [f"{kind} {first_few(found, _NAMES_SHOWN)}"] if found else []
     return "; ".join(texts)
 
 

@@ -16,6 +16,7 @@ from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import local
 from netfold.train.recipe import FaultTolerance
+from netfold.units import first_few
 
 
 class NonFiniteError(PolicyStopError):
@@ -61,36 +62,31 @@ class NonFinite:
 
 def bad_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """The names of the parameters whose gradient is not finite. Cost: one pass over the gradients."""
-    gradients = [each.grad for each in parameters.values() if each.grad is not None]
-    # A norm is fast, and not finite if an element is not. Each gradient is checked only if a norm is not finite, which
-    # may also be an overflow.
-    if not gradients or torch.stack(torch._foreach_norm(list(map(_values, gradients)))).isfinite().all():
+    gradients = {name: _values(each.grad) for name, each in parameters.items() if each.grad is not None}
+    if not gradients:
         return []
-    bad = {each for each in parameters.values() if each.grad is not None and not _values(each.grad).isfinite().all()}
-    return [name for name, each in parameters.items() if each in bad]
+    all_of_them = list(gradients.values())
+    found, one = all_of_them[0].new_zeros((), dtype=torch.float32), all_of_them[0].new_ones((), dtype=torch.float32)
+    # GradScaler's check, which with a scale of 1 changes nothing: torch has no faster one.
+    torch._amp_foreach_non_finite_check_and_unscale_(all_of_them, found, one)
+    return [name for name, each in gradients.items() if not each.isfinite().all()] if found else []
 
 
-def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:
-    """One sentence, the same on all ranks. Collective over the group, by default the world."""
-    bad_loss, text = _causes(loss, gradients)
-    found = gather((bad_loss, text), group)
-    # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
-    parts = [text for bad, text in found if bad] or [text for _, text in found if text]
-    return f"step {step}: not finite: {'; '.join(parts)}"
+def what_is_bad(
+    step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> str:
+    """One sentence, the same on all ranks. Collective over the group, by default the world.
 
-
-def what_is_bad_here(step: int, loss: Tensor | None, gradients: list[str]) -> str:
-    """One sentence about this rank alone."""
-    _, text = _causes(loss, gradients)
-    return f"step {step}: not finite: {text or 'the loss or gradients of another rank'}"
-
-
-def _causes(loss: Tensor | None, gradients: list[str]) -> tuple[bool, str]:
+    alone: a sentence about this rank, without communication.
+    """
     bad_loss = loss is not None and not math.isfinite(loss)
     causes = [f"loss {float(loss)}"] if loss is not None and bad_loss else []
-    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
-    causes += [f"gradients of {', '.join(gradients[:3])}{more}"] if gradients else []
-    return bad_loss, f"{this_rank()}: {' and '.join(causes)}" if causes else ""
+    causes += [f"gradients of {first_few(gradients, 3)}"] if gradients else []
+    own = bad_loss, f"{this_rank()}: {' and '.join(causes)}" if causes else ""
+    found = [own] if alone else gather(own, group)
+    # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
+    parts = [text for bad, text in found if bad] or [text for _, text in found if text]
+    return f"step {step}: not finite: {'; '.join(parts) or 'the loss or gradients of another rank'}"
 
 
 def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Exception | None:
@@ -136,5 +132,6 @@ def this_rank() -> str:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    gradient = local(gradient)
-    return gradient._values() if gradient.is_sparse else gradient
+    values = local(gradient)
+    values = values._values() if values.is_sparse else values
+    return torch.view_as_real(values) if values.is_complex() else values

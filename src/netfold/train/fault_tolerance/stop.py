@@ -14,7 +14,7 @@ import faulthandler
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -76,9 +76,16 @@ def unwind_on_signals() -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(STOPPED_STATUS if number == signal.SIGTERM else 128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    with handling(leave):
+        yield
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, `handler` gets the signals that ask a process to end. The main thread's."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

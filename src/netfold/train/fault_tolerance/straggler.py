@@ -39,7 +39,7 @@ class Straggler:
     def __init__(self, modules: Iterable[nn.Module], recipe: FaultTolerance, mesh: Mesh) -> None:
         """modules: a replica's. mesh: with at least two data-parallel ranks."""
         self._ratio = recipe.straggler_ratio
-        self._alike = mesh.alike()
+        self._alike = mesh.runs(mesh.data.size)
         self._ready_s = 0.0
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         self._slow: dict[int, int] = {}
@@ -57,17 +57,12 @@ class Straggler:
         for hook in self._hooks:
             hook.remove()
 
-    def stepped(self, began_s: float, data_s: float, gradients_s: float, *, may_compare: bool = True) -> str | None:
-        """Record a step: its begin, the wait for its batch, and the end of gradients(), by time.perf_counter.
-
-        Returns a sentence, the same on all ranks, when a rank has been slow for WINDOWS windows in a row; once per
-        rank. Collective over the world in every WINDOW_STEPS-th call, or the next one that `may_compare`.
-        """
+    def stepped(self, began_s: float, data_s: float, gradients_s: float) -> None:
+        """Record a step: its begin, the wait for its batch, and the end of gradients(), by time.perf_counter."""
         # zero 3 sets gradients itself, and calls no hook: then the whole time counts.
         self._own_s += (self._ready_s if self._ready_s > began_s else gradients_s) - began_s
         self._data_s += data_s
         self._steps += 1
-        return self.compare() if self.is_due and may_compare else None
 
     @property
     def is_due(self) -> bool:
@@ -75,7 +70,11 @@ class Straggler:
         return self._steps >= WINDOW_STEPS
 
     def compare(self) -> str | None:
-        """End the window. Collective over the world; returns as `stepped`."""
+        """End the window. Collective over the world.
+
+        Returns a sentence, the same on all ranks, when a rank has been slow for WINDOWS windows in a row; once per
+        rank.
+        """
         own = torch.tensor([self._own_s, self._data_s], dtype=torch.float64) / self._steps
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]

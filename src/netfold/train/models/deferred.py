@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,29 +43,13 @@ class NeedsValuesError(Exception):
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The place of a tensor in its storage."""
-
-    storage: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def fills(self, nbytes: int) -> bool:
-        """Whether the tensor is the whole storage, without gaps and overlaps."""
-        dense = all(s == math.prod(self.size[d + 1 :]) for d, s in enumerate(self.stride) if self.size[d] > 1)
-        return dense and math.prod(self.size) * self.dtype.itemsize == nbytes
-
-
-@dataclass(frozen=True)
 class _Operation:
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    """Tensors are places, or copies of real tensors."""
+    """Tensors are aliases on the meta device, or copies of real tensors."""
     kwargs: Mapping[str, Any]
-    outputs: tuple[Any, ...]
-    """The place of each output that is a tensor."""
+    outputs: tuple[Tensor, ...]
+    """An alias of each output that is a tensor."""
     reads: frozenset[int]
     writes: frozenset[int]
     """Storages: those of outputs in new memory too."""
@@ -89,10 +72,10 @@ class Deferred:
         self._operations: list[_Operation] = []
         self._writes: dict[int, list[int]] = defaultdict(list)
         """Of each storage: the operations that change it, in order."""
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """Kept, so that no address is used again. They have no memory."""
-        self._places: dict[str, _Place] = {}
-        """Of parameters and buffers, under all their names."""
+        self._aliases: list[Tensor] = []
+        """All, so that no storage's address is used again. They have no memory."""
+        self._named: dict[str, Tensor] = {}
+        """Aliases of parameters and buffers, under all their names."""
         self._draws: dict[int, int] = {}
         """The seed of each random operation."""
         self._shared: frozenset[int] = frozenset()
@@ -106,14 +89,15 @@ class Deferred:
         kept: storages that several names share, so that values of one storage stay views of one storage.
         Cost: the time of the factory's operations on this tensor. torch's random generator does not change.
         """
-        place = self._places[name]
+        alias = self._named[name]
+        storage = _storage(alias)
         values = {} if kept is None else kept
-        if place.storage not in values:
-            computed = self._compute(place.storage)
-            if place.storage not in self._shared:
-                return self._view(place, computed)
-            values[place.storage] = computed[place.storage]
-        return self._view(place, values)
+        if storage not in values:
+            computed = self._compute(storage)
+            if storage not in self._shared:
+                return _view(alias, computed)
+            values[storage] = computed[storage]
+        return _view(alias, values)
 
     def _compute(self, storage: int) -> dict[int, torch.UntypedStorage]:
         values: dict[int, torch.UntypedStorage] = {}
@@ -149,60 +133,53 @@ class Deferred:
 
     def _repeat(self, operation: _Operation, values: dict[int, torch.UntypedStorage]) -> None:
         def real(each: Any) -> Any:
-            if isinstance(each, _Place):
-                return self._view(each, values)
-            return each.clone() if isinstance(each, Tensor) else each
+            if not isinstance(each, Tensor):
+                return each
+            return _view(each, values) if each.is_meta else each.clone()
 
         args, kwargs = tree_map(real, (operation.args, dict(operation.kwargs)))
         returned = [each for each in tree_leaves(operation.function(*args, **kwargs)) if isinstance(each, Tensor)]
-        for place, each in zip(operation.outputs, returned, strict=True):
-            if place.storage not in operation.makes:
+        for alias, each in zip(operation.outputs, returned, strict=True):
+            if _storage(alias) not in operation.makes:
                 continue
             memory = each.untyped_storage()
-            alike = (each.dtype, each.stride(), each.storage_offset()) == (place.dtype, place.stride, place.offset)
+            alike = (each.dtype, each.stride(), each.storage_offset()) == (
+                alias.dtype, alias.stride(), alias.storage_offset(),
+            )  # fmt: skip
             other = any(held.data_ptr() == memory.data_ptr() for held in values.values())
-            if alike and not other and memory.nbytes() >= self._bytes(place):
-                values[place.storage] = memory
+            if alike and not other and memory.nbytes() >= alias.untyped_storage().nbytes():
+                values[_storage(alias)] = memory
             else:
-                self._view(place, values).copy_(each)
-
-    def _view(self, place: _Place, values: dict[int, torch.UntypedStorage]) -> Tensor:
-        if place.storage not in values:
-            values[place.storage] = torch.UntypedStorage(self._bytes(place))  # type: ignore[no-untyped-call]
-        empty = torch.empty(0, dtype=place.dtype, device=_CPU)
-        return empty.set_(values[place.storage], place.offset, place.size, place.stride)
-
-    def _bytes(self, place: _Place) -> int:
-        return self._storages[place.storage].nbytes()
+                _view(alias, values).copy_(each)
 
     def refuse(self, reason: str) -> NoReturn:
         """Give up recording, also if the factory handles the error."""
         self.note = reason
         raise NeedsValuesError(reason)
 
-    def _place(self, tensor: Tensor) -> _Place:
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Another tensor of the same storage, which keeps this shape if an operation gives `tensor` another one."""
         if tensor.is_conj() or tensor.is_neg():
             self.refuse("a lazily conjugated tensor")
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage
-        return _Place(storage._cdata, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        self._aliases.append(tensor.detach())
+        return self._aliases[-1]
 
     def _record(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, written: list[_Place], returned: Any, random: bool
+        self, function: Callable[..., Any], args: Any, kwargs: Any, written: list[Tensor], returned: Any, random: bool
     ) -> None:
-        """args, kwargs: with places for tensors. written: the places of changed arguments."""
-        taken = [each.storage for each in tree_leaves((args, kwargs)) if isinstance(each, _Place)]
-        outputs = tuple(self._place(each) for each in tree_leaves(returned) if isinstance(each, Tensor))
-        makes = {each.storage for each in outputs if each.storage not in self._writes}
-        writes = makes.union(each.storage for each in written)
+        """args, kwargs: with aliases for tensors. written: aliases of changed arguments."""
+        taken = [_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
+        outputs = tuple(self.alias(each) for each in tree_leaves(returned) if isinstance(each, Tensor))
+        makes = {_storage(each) for each in outputs if _storage(each) not in self._writes}
+        writes = makes.union(map(_storage, written))
         if any(each not in self._writes for each in taken):
             self.refuse(f"{_name(function)} takes a tensor of unknown values")
         if not writes:
             return
         overwrites = None
-        if _name(function) in _OVERWRITES and args[0].fills(self._bytes(args[0])):
+        if _name(function) in _OVERWRITES and _fills(args[0]) and taken.count(_storage(args[0])) == 1:
             # A copy from the storage itself depends on it.
-            overwrites = args[0].storage if taken.count(args[0].storage) == 1 else None
+            overwrites = _storage(args[0])
         reads = frozenset(taken).difference({overwrites})
         for storage in writes:
             self._writes[storage].append(len(self._operations))
@@ -215,24 +192,23 @@ class Deferred:
 
     def _value_of(self, tensor: Tensor) -> Tensor:
         """The present value of a tensor, if no random numbers are in it."""
-        place = self._place(tensor)
-        if any(self._operations[number].random for number in self._needed(place.storage)):
+        storage = _storage(tensor)
+        if any(self._operations[number].random for number in self._needed(storage)):
             self.refuse("it reads a random value")
-        return self._view(place, self._compute(place.storage))
+        return _view(tensor, self._compute(storage))
 
     def _finish(self, module: nn.Module) -> None:
         """Name what was recorded."""
         tensors = {name: each for name, each in _named(module) if each.is_meta}
-        self._places = {name: self._place(each) for name, each in tensors.items()}
-        for name, place in self._places.items():
-            if place.storage not in self._writes:
-                self.refuse(f"{name} has unknown values")
-        distinct = {id(each): self._places[name].storage for name, each in tensors.items()}
+        self._named = {name: self.alias(each) for name, each in tensors.items()}
+        distinct = {id(each): _storage(each) for each in tensors.values()}
         self._shared = frozenset(each for each, count in Counter(distinct.values()).items() if count > 1)
         # An unnamed tensor's random numbers belong to the first name whose values depend on it.
         owners: dict[int, str] = {}
-        for name, place in self._places.items():
-            owners.setdefault(place.storage, name)
+        for name, each in tensors.items():
+            if _storage(each) not in self._writes:
+                self.refuse(f"{name} has unknown values")
+            owners.setdefault(_storage(each), name)
         named = set(owners)
         for operation in reversed(self._operations):
             owner = next((owners[each] for each in operation.writes if each in owners), None)
@@ -325,7 +301,7 @@ def _part(
     name: str, before: Tensor, deferred: Deferred, device: torch.device, kept: dict[int, torch.UntypedStorage]
 ) -> Tensor:
     """The initial value of this rank's part of a tensor."""
-    if name in deferred._places:
+    if name in deferred._named:
         part = deferred.value(name, kept)
     elif before.numel() == 0:
         part = torch.empty(before.shape, dtype=before.dtype)
@@ -355,8 +331,9 @@ def _recording(deferred: Deferred) -> Iterator[None]:
         # Its loop reads random values, so it is one operation.
         if generator is not None:
             deferred.refuse("it has an own random generator")
-        place = deferred._place(tensor)
-        deferred._record(truncated, (place, *args), {}, [place], tensor, random=True)
+        with _disable_current_modes():
+            alias = deferred.alias(tensor)
+            deferred._record(truncated, (alias, *args), {}, [alias], tensor, random=True)
         return tensor
 
     # torch.nn.init does nothing to tensors on the meta device, so they appear to be on the CPU.
@@ -410,7 +387,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if not all(each.is_meta for each in written):
             self._deferred.refuse(f"{_name(func)} changes a tensor from outside the factory")
-        places = [self._deferred._place(each) for each in written]
+        changed = [self._deferred.alias(each) for each in written]
         # Before the call, which may change the shape of its argument.
         recorded, options = tree_map(self._recorded, (args, kwargs))
         on_meta, meta_options = tree_map(_on_meta, (args, kwargs))
@@ -419,7 +396,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             meta_options["device"], options["device"] = _META, _CPU
         returned = func(*on_meta, **meta_options)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        self._deferred._record(func, recorded, options, places, returned, random)
+        self._deferred._record(func, recorded, options, changed, returned, random)
         return returned
 
     def _recorded(self, each: Any) -> Any:
@@ -427,7 +404,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._deferred.refuse("it has an own random generator")
         if not isinstance(each, Tensor):
             return each
-        return self._deferred._place(each) if each.is_meta else each.clone()
+        return self._deferred.alias(each) if each.is_meta else each.clone()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _fills(tensor: Tensor) -> bool:
+    """Whether the tensor is its whole storage, in order."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _view(alias: Tensor, values: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A tensor with values, in the same place of a storage as the alias."""
+    storage = alias.untyped_storage()
+    if storage._cdata not in values:
+        values[storage._cdata] = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    empty = torch.empty(0, dtype=alias.dtype, device=_CPU)
+    return empty.set_(values[storage._cdata], alias.storage_offset(), alias.shape, alias.stride())
 
 
 def _on_meta(each: Any) -> Any:
@@ -444,14 +439,14 @@ def _refuse_hidden(module: nn.Module, deferred: Deferred) -> None:
 
     def hidden() -> list[Tensor]:
         tensors = [each for _, each in _named(module)]
-        held = {id(each) for each in (*tensors, *(tensor._base for tensor in tensors))}
+        held = {id(each) for each in (*tensors, *(tensor._base for tensor in tensors), *deferred._aliases)}
         return [
             each
             for each in gc.get_objects()
             if type(each) in (Tensor, nn.Parameter, nn.Buffer)
             and id(each) not in held
             and each.is_meta
-            and each.untyped_storage()._cdata in deferred._writes
+            and _storage(each) in deferred._writes
         ]
 
     if hidden():

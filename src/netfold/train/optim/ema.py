@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from netfold.train.models.model import Replica
-from netfold.train.parallel.shards import local
+from netfold.train.parallel.shards import exchanged, local
 
 
 class Ema:
@@ -34,28 +33,14 @@ class Ema:
 
     @torch.no_grad()
     def step(self) -> None:
-        averages, weights = self._pairs()
-        torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
+        if pairs := self._pairs():  # A stage of a pipeline may have no weights.
+            averages, weights = zip(*pairs, strict=True)
+            torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters have the averages as values."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
+        return exchanged(self._pairs())
 
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for average, weight in zip(*self._pairs(), strict=True):
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
-
-    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's parts of the averages and of the weights: the same memory."""
-        return (
-            [local(kept["average"]) for kept in self.state.values()],
-            [local(weight.detach()) for weight in self.state],
-        )
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's parts of each average and weight: the same memory."""
+        return [(local(kept["average"]), local(weight.detach())) for weight, kept in self.state.items()]

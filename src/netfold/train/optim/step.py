@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from netfold.train.models.model import Replica
 from netfold.train.optim.ema import Ema
 from netfold.train.parallel.diloco import DiLoCoRounds
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.shards import axes, local, square_sum
 from netfold.train.recipe import Recipe
 
@@ -161,18 +161,14 @@ class Clip:
     """
 
     def __init__(self, replica: Replica, limit: float, *, island: dist.ProcessGroup | None = None) -> None:
-        """Collective over the world.
+        """Collective over the world, or the island.
 
         island: the ranks of this rank's site (`Mesh.site_ranks`), if each site has its own gradients and norm.
         """
         self._held, self.limit, self._group = dict(replica.named_parameters()), limit, island
         # The number of pieces of each whole parameter.
         here = {name: math.prod(axis.size() for axis in axes(held)) for name, held in self._held.items()}
-        everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everywhere, here)
-        together = everywhere
-        if island is not None:
-            together = [everywhere[rank] for rank in dist.get_process_group_ranks(island)]
+        together = gather(here, island)
         holders = Counter(name for held in together for name in held)
         # If every rank holds every parameter whole, no communication is needed.
         self._alone = all(held.keys() == holders.keys() and set(held.values()) <= {1} for held in together)

@@ -8,7 +8,7 @@ the weights. Here its change is added to them, so that each local step counts on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from netfold.train.models.model import Replica
 from netfold.train.parallel.mesh import Mesh, in_runs, own_group
-from netfold.train.parallel.shards import local
+from netfold.train.parallel.shards import exchanged, local
 from netfold.train.recipe import DiLoCo
 
 if TYPE_CHECKING:
@@ -133,20 +133,13 @@ class DiLoCoRounds:
         self._average_buffers()
         self.between = self.shared = True
 
-    @contextlib.contextmanager
-    def common(self) -> Iterator[None]:
+    def common(self) -> contextlib.AbstractContextManager[None]:
         """Inside, all ranks' weights are the outer weights. Ends an unfinished round; else no communication.
 
         Cost: two copies of the weights, if sites differ between rounds.
         """
         self.settle()
-        if not self.shared:
-            self._swap()
-        try:
-            yield
-        finally:
-            if not self.shared:
-                self._swap()
+        return exchanged([] if self.shared else list(self._weights.items()))
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -216,13 +209,6 @@ class DiLoCoRounds:
                 if held.is_floating_point():
                     dist.all_reduce(held, group=self._data.group)
                     held /= self._data.size
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for start, weight in self._weights.items():
-            held = weight.clone()
-            weight.copy_(start)
-            start.copy_(held)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Mesh:
         """A batch's samples are divided into `shares`; this rank has the one of number `share`, or a part of it."""
         if parallel.context > 1:
             # A new group, as for batch norm: collectives of layers must not mix with DDP's.
-            group = own_group(self.ranks.movedim(1, -1).reshape(-1, parallel.context).tolist())
+            group = own_group(self.runs(parallel.context))
             self.shares //= parallel.context
             self.share, place = divmod(self.data.rank, parallel.context)
             self.context = Axis("context", place, parallel.context, group)
@@ -78,7 +78,17 @@ class Mesh:
         self.between: Axis | None = None
         """Under [diloco], the ranks in the same place of every site. `between.rank` is the site's number."""
         if diloco is not None:
-            self.site, self.between = self._divide(diloco.sites or data)
+            sites = diloco.sites or data
+            if data % sites:
+                raise ValueError(f"{data} data-parallel ranks do not divide into {sites} sites (diloco.sites)")
+            number, place = divmod(self.data.rank, data // sites)
+            self.site = Axis("site", place, data // sites, own_group(self.runs(data // sites)))
+            self.between = Axis("between", number, sites, own_group(self.counterparts()))
+
+    def runs(self, size: int) -> list[list[int]]:
+        """The ranks of the world in runs of `size` data-parallel ranks, for each place on the other axes."""
+        ranks: list[list[int]] = self.ranks.movedim(1, -1).reshape(-1, size).tolist()
+        return ranks
 
     def same_samples(self) -> dist.ProcessGroup:
         """A new group of the ranks that train on this rank's samples. Collective over the world."""
@@ -94,33 +104,9 @@ class Mesh:
         ranks: list[list[int]] = self._places().transpose(1, 3).flatten(0, 2).tolist()
         return ranks
 
-    def alike(self) -> list[list[int]]:
-        """The ranks of the world by what they hold: a list along the data axis for each place on the other axes."""
-        ranks: list[list[int]] = self.ranks.transpose(1, 2).reshape(-1, self.data.size).tolist()
-        return ranks
-
     def _places(self) -> Tensor:
         """The ranks of the world as [pipeline, sites, data-parallel ranks of a site, tensor]."""
-        return self._divided(self.data.size // self.site.size)
-
-    def _divided(self, sites: int) -> Tensor:
-        return self.ranks.reshape(self.pipeline.size, sites, -1, self.tensor.size)
-
-    def _divide(self, sites: int) -> tuple[Axis, Axis]:
-        if self.data.size % sites:
-            raise ValueError(f"{self.data.size} data-parallel ranks do not divide into {sites} sites (diloco.sites)")
-        ranks = self.data.size // sites
-        number, place = divmod(self.data.rank, ranks)
-        whole = self._divided(sites)
-        if ranks == self.data.size:
-            site_group = self.data.group
-        else:
-            site_group = own_group(whole.transpose(2, 3).flatten(0, 2).tolist())
-        if sites == self.data.size:
-            between_group = self.data.group
-        else:
-            between_group = own_group(whole.transpose(1, 3).flatten(0, 2).tolist())
-        return Axis("site", place, ranks, site_group), Axis("between", number, sites, between_group)
+        return self.ranks.reshape(self.pipeline.size, -1, self.site.size, self.tensor.size)
 
 
 def _axis(name: str, mesh: DeviceMesh) -> Axis:

@@ -82,20 +82,12 @@ class Pipelined:
         for stage, module in zip(here, modules, strict=True):
             # DDP refuses a module without weights to train.
             by_hand = schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
-            stages.append(
-                _Stage(
-                    wrap_data_parallel(
-                        module, module.layers.values(), recipe, mesh, averages=not by_hand, deferred=deferred
-                    ),
-                    stage,
-                    count,
-                    mesh.device,
-                    # Without these torch would find the shapes by running the stages on uninitialised memory.
-                    input_args=crossings[plan.cut.bounds[stage]],
-                    output_args=crossings[plan.cut.bounds[stage + 1]],
-                    group=mesh.pipeline.group,
-                )
-            )
+            blocks = module.layers.values()
+            wrapped = wrap_data_parallel(module, blocks, recipe, mesh, averages=not by_hand, deferred=deferred)
+            # Without these torch would find the shapes by running the stages on uninitialised memory.
+            taken, made = (crossings[bound] for bound in plan.cut.bounds[stage : stage + 2])
+            group = mesh.pipeline.group
+            stages.append(_Stage(wrapped, stage, count, mesh.device, input_args=taken, output_args=made, group=group))
         self._first, self._last = 0 in here, count - 1 in here
         self._schedule = SCHEDULES[schedule](
             stages if schedule in SEVERAL_A_RANK else stages[0],

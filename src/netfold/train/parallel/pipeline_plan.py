@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from netfold.train.data.examples import Batch, Examples
@@ -16,7 +15,7 @@ from netfold.train.models.deferred import Deferred, materialised
 from netfold.train.models.model import Chain, Model
 from netfold.train.parallel.context import own_tokens
 from netfold.train.parallel.device import synchronize
-from netfold.train.parallel.mesh import Mesh
+from netfold.train.parallel.mesh import Mesh, gather
 from netfold.train.parallel.precision import Precision
 from netfold.train.parallel.stages import Cut, cut
 from netfold.train.recipe import Parallel, Recipe
@@ -53,19 +52,19 @@ def time_layers(
     axes. Weights, buffers, gradients and the random generator do not change. deferred: of a model without values, whose
     layers get them one at a time. Raises RuntimeError on every rank if a layer failed on rank 0.
     """
-    found: list[LayerTimings | str | None] = [None]
+    found: LayerTimings | str | None = None
     failed: Exception | None = None
     if mesh.pipeline.rank == 0:
         try:
             numbers = [number % len(examples) for number in range(samples)]
             sample = own_tokens(examples.batch(numbers, numbers), mesh).to(mesh.device)
-            found = [_measure(model, sample, precision, mesh.device, deferred)]
+            found = _measure(model, sample, precision, mesh.device, deferred)
         except Exception as error:
-            failed, found = error, [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(found, src=0)
-    if not isinstance(found[0], LayerTimings):
-        raise RuntimeError(f"the layers could not be measured on rank 0: {found[0]}") from failed
-    return found[0]
+            failed, found = error, f"{type(error).__name__}: {error}"
+    found = gather(found)[0]
+    if not isinstance(found, LayerTimings):
+        raise RuntimeError(f"the layers could not be measured on rank 0: {found}") from failed
+    return found
 
 
 def _measure(

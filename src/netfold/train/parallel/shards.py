@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,24 @@ from torch.distributed.tensor import DTensor
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, the tensors of each pair have each other's values. Needs a copy of one tensor at a time."""
+    _exchange(pairs)
+    try:
+        yield
+    finally:
+        _exchange(pairs)
+
+
+@torch.no_grad()
+def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for first, second in pairs:
+        held = first.clone()
+        first.copy_(second)
+        second.copy_(held)
 
 
 def axes(parameter: Tensor) -> list[dist.ProcessGroup]:

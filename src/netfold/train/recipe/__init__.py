@@ -7,7 +7,7 @@ this package need no model, data or torch; `dry_run/validate.py` makes the check
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Conflict = tuple[str, str, str]
+"""Two keys whose values exclude each other, and what to do."""
 
 
 class Section(BaseModel):
@@ -274,28 +276,81 @@ class Recipe(Section):
             raise ValueError("\n".join(found))
         return self
 
-    def _elastic_conflicts(self) -> Iterator[tuple[str, str, str]]:
-        lost = "a lost rank would take its part of the state along"
-        for key, only, why in (
-            ("parallel.pipeline", 1, lost),
-            ("parallel.tensor", 1, lost),
-            ("parallel.zero", 0, lost),
-            ("parallel.embeddings", "replicated", lost),
-            ("parallel.experts", "replicated", lost),
-            ("parallel.context", 1, "ranks that share samples would be divided when one is lost"),
-            ("parallel.batch_norm", 1, "ranks that normalise together would be divided when one is lost"),
-        ):
+    def _beside(self, other: str, why: str, allowed: Mapping[str, object]) -> Iterator[Conflict]:
+        """A conflict for each key that has another value than the only one that `other` allows."""
+        for key, only in allowed.items():
             if attrgetter(key)(self) != only:
-                yield key, "fault_tolerance.elastic", f"{why}; set {json.dumps(only)}, or leave elastic out"
-        if self.diloco is not None:
-            yield "diloco.every", "fault_tolerance.elastic", "sites hold different weights; leave one of the two out"
-        if "netfold" not in self.run.backend:
-            yield "run.backend", "fault_tolerance.elastic", "no other backend goes on without a rank; take netfold"
+                yield key, other, f"{why}; set {json.dumps(only)}, or leave {other.rpartition('.')[2]} out"
 
-    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Two keys whose values exclude each other, and what to do. Numbers of ranks are checked by `split`."""
-        training, parallel, diloco = self.training, self.parallel, self.diloco
-        ranks, schedule, microbatches = parallel.pipeline, parallel.schedule, parallel.microbatches
+    def _elastic_conflicts(self) -> Iterator[Conflict]:
+        elastic = "fault_tolerance.elastic"
+        parts = {"pipeline": 1, "tensor": 1, "zero": 0, "embeddings": "replicated", "experts": "replicated"}
+        whole = {f"parallel.{key}": only for key, only in parts.items()}
+        yield from self._beside(elastic, "a lost rank would take its part of the state along", whole)
+        alone = {"parallel.context": 1, "parallel.batch_norm": 1}
+        yield from self._beside(elastic, "ranks that compute together would be divided when one is lost", alone)
+        if self.diloco is not None:
+            yield "diloco.every", elastic, "sites hold different weights; leave one of the two out"
+        if "netfold" not in self.run.backend:
+            yield "run.backend", elastic, "no other backend goes on without a rank; take netfold"
+
+    def _diloco_conflicts(self, diloco: DiLoCo) -> Iterator[Conflict]:
+        if self.parallel.context > 1:
+            yield "parallel.context", "diloco.every", "a sequence would be cut between sites; set context = 1"
+        if self.training.ema is not None:
+            advice = "ranks hold different weights within a round; leave one of the two out"
+            yield "training.ema", "diloco.every", advice
+        parts = {"zero": 0, "batch_norm": 1, "embeddings": "replicated", "experts": "replicated"}
+        whole = {f"parallel.{key}": only for key, only in parts.items()} | {"training.precision": "f32"}
+        why = "sites train independently, in f32, with whole weights on each data-parallel rank"
+        yield from self._beside("diloco.every", why, whole)
+        for key in ("training.evaluate_every", "checkpoint.every"):
+            steps = attrgetter(key)(self)
+            if isinstance(steps, int) and steps % diloco.every:
+                advice = "in the middle of a round sites hold different weights"
+                yield key, "diloco.every", f"{advice}; set a multiple of {diloco.every}"
+        room = diloco.every - diloco.overlap
+        if room < 1:
+            advice = f"a fragment must arrive in the round in which it is sent; set at most {diloco.every - 1}"
+            yield "diloco.overlap", "diloco.every", advice
+        elif diloco.fragments > room:
+            advice = f"each needs its own step of a round, before the last {diloco.overlap}; set at most {room}"
+            yield "diloco.fragments", "diloco.every", advice
+        if diloco.wire != "f32" and "netfold" not in self.run.backend:
+            advice = "no backend but netfold sends other numbers than a tensor's; set wire = 'f32'"
+            yield "diloco.wire", "run.backend", advice
+
+    def _pipeline_conflicts(self) -> Iterator[Conflict]:
+        parallel, accumulate = self.parallel, self.training.accumulate
+        ranks, schedule = parallel.pipeline, parallel.schedule
+        microbatches = parallel.microbatches or ranks
+        if accumulate > 1:
+            parts = accumulate * microbatches
+            advice = f"a pipeline cuts a batch into microbatches; leave it out, set parallel.microbatches = {parts}"
+            yield "training.accumulate", "parallel.pipeline", advice
+        if schedule in ("zero-bubble", "zero-bubble-v"):
+            late = "the schedule averages all gradients, and {} have one owner"
+            for key, only, why in (
+                ("training.recompute", "none", "torch cannot divide the backward pass of recomputed blocks"),
+                ("parallel.zero", 0, "FSDP would miss gradients that are computed later"),
+                ("parallel.embeddings", "replicated", late.format("tables")),
+                ("parallel.experts", "replicated", late.format("experts")),
+            ):
+                if attrgetter(key)(self) != only:
+                    yield "parallel.schedule", key, f"{why}; take 'interleaved', or set {json.dumps(only)}"
+        if schedule == "zero-bubble-v" and parallel.interleave != 2:
+            yield "parallel.interleave", "parallel.schedule", "it needs 2; leave it out, or take 'zero-bubble'"
+        if schedule == "1f1b" and microbatches < ranks:
+            advice = f"it needs at least one for each of {ranks} stages; set {ranks} or more, or take 'gpipe'"
+            yield "parallel.microbatches", "parallel.schedule", advice
+        rounds = max(1, microbatches // ranks)
+        if schedule in ("interleaved", "zero-bubble") and microbatches % rounds:
+            advice = f"{ranks} ranks cannot divide them; set {ranks * rounds} or {ranks * (rounds + 1)}"
+            yield "parallel.microbatches", "parallel.schedule", advice
+
+    def _conflicts(self) -> Iterator[Conflict]:
+        """Numbers of ranks are checked by `split`."""
+        parallel = self.parallel
         if parallel.zero and parallel.bucket_mb is not None:
             advice = "a layer's gradients are sent together, whatever their size; leave one of the two out"
             yield "parallel.bucket_mb", "parallel.zero", advice
@@ -310,75 +365,15 @@ class Recipe(Section):
             yield "parallel.sequence", "parallel.style", advice
         if parallel.context > 1 and parallel.sequence:
             yield "parallel.context", "parallel.sequence", "both cut sequences; leave one of the two out"
-        if parallel.context > 1 and diloco is not None:
-            yield "parallel.context", "diloco.every", "a sequence would be cut between sites; set context = 1"
         if self.fault_tolerance.non_finite == "rewind" and self.checkpoint.every == "end":
             advice = "there are no checkpoints to go back to; set checkpoint.every to a number of steps"
             yield "fault_tolerance.non_finite", "checkpoint.every", advice
         if self.fault_tolerance.elastic:
             yield from self._elastic_conflicts()
         elif self.fault_tolerance.min_ranks > 1:
-            yield (
-                "fault_tolerance.min_ranks",
-                "fault_tolerance.elastic",
-                "without it no rank goes on; set elastic = true",
-            )
-        is_split = schedule in ("zero-bubble", "zero-bubble-v")
-        if ranks > 1:
-            if training.accumulate > 1:
-                parts = training.accumulate * (microbatches or ranks)
-                advice = f"a pipeline cuts a batch into microbatches; leave it out, set parallel.microbatches = {parts}"
-                yield "training.accumulate", "parallel.pipeline", advice
-            if is_split and training.recompute != "none":
-                advice = "torch cannot divide the backward pass of recomputed blocks; take 'interleaved'"
-                yield "parallel.schedule", "training.recompute", advice
-            if is_split and parallel.zero:
-                advice = "FSDP would miss gradients that are computed later; set zero = 0, or take 'interleaved'"
-                yield "parallel.schedule", "parallel.zero", advice
-            if is_split and parallel.embeddings != "replicated":
-                advice = "the schedule averages all gradients, and tables have one owner; take 'interleaved'"
-                yield "parallel.schedule", "parallel.embeddings", advice
-            if is_split and parallel.experts != "replicated":
-                advice = "the schedule averages all gradients, and experts have one owner; take 'interleaved'"
-                yield "parallel.schedule", "parallel.experts", advice
-            if schedule == "zero-bubble-v" and parallel.interleave != 2:
-                yield "parallel.interleave", "parallel.schedule", "it needs 2; leave it out, or take 'zero-bubble'"
-            if schedule == "1f1b" and microbatches is not None and microbatches < ranks:
-                advice = f"it needs at least one for each of {ranks} stages; set {ranks} or more, or take 'gpipe'"
-                yield "parallel.microbatches", "parallel.schedule", advice
-            rounds = max(1, (microbatches or ranks) // ranks)
-            if schedule in ("interleaved", "zero-bubble") and microbatches is not None and microbatches % rounds:
-                advice = f"{ranks} ranks cannot divide them; set {ranks * rounds} or {ranks * (rounds + 1)}"
-                yield "parallel.microbatches", "parallel.schedule", advice
-        if diloco is not None and training.ema is not None:
-            yield (
-                "training.ema",
-                "diloco.every",
-                "ranks hold different weights within a round; leave one of the two out",
-            )
-        if diloco is not None:
-            for key, only in (
-                ("parallel.zero", 0),
-                ("parallel.batch_norm", 1),
-                ("parallel.embeddings", "replicated"),
-                ("parallel.experts", "replicated"),
-                ("training.precision", "f32"),
-            ):
-                if attrgetter(key)(self) != only:
-                    advice = "sites train independently, in f32, with whole weights on each data-parallel rank"
-                    yield key, "diloco.every", f"{advice}; set {only!r}, or leave [diloco] out"
-            for key in ("training.evaluate_every", "checkpoint.every"):
-                steps = attrgetter(key)(self)
-                if isinstance(steps, int) and steps % diloco.every:
-                    advice = "in the middle of a round sites hold different weights"
-                    yield key, "diloco.every", f"{advice}; set a multiple of {diloco.every}"
-            room = diloco.every - diloco.overlap
-            if room < 1:
-                advice = f"a fragment must arrive in the round in which it is sent; set at most {diloco.every - 1}"
-                yield "diloco.overlap", "diloco.every", advice
-            elif diloco.fragments > room:
-                advice = f"each needs its own step of a round, before the last {diloco.overlap}; set at most {room}"
-                yield "diloco.fragments", "diloco.every", advice
-            if diloco.wire != "f32" and "netfold" not in self.run.backend:
-                advice = "no backend but netfold sends other numbers than a tensor's; set wire = 'f32'"
-                yield "diloco.wire", "run.backend", advice
+            advice = "without it no rank goes on; set elastic = true"
+            yield "fault_tolerance.min_ranks", "fault_tolerance.elastic", advice
+        if parallel.pipeline > 1:
+            yield from self._pipeline_conflicts()
+        if self.diloco is not None:
+            yield from self._diloco_conflicts(self.diloco)

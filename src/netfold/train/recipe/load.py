@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from netfold.plan.request.key_lines import Key, key_lines
+from netfold.plan.toml_file import read_toml, reason
 from netfold.runs import RECIPE
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError, Source, validation_sentences
@@ -25,7 +26,6 @@ else:
     import tomli as tomllib
 
 _TRAIN = Path(__file__).resolve().parent.parent
-_AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DOTALL)
 
 
@@ -36,18 +36,16 @@ def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
     Raises RecipeError with all problems.
     """
     file = find_shipped(file)
-    text = _text(file)
+    if not file.exists():
+        near = ", ".join(sorted(str(path) for path in file.parent.glob("*.toml")))
+        shipped = f"give a TOML file's path, or a shipped name: {', '.join(shipped_names())}"
+        instead = f"in that folder there is {near}" if near else shipped
+        raise RecipeError([f"{file}: there is no such file; {instead}"])
     is_json = file.suffix == ".json"
     try:
-        tree = json.loads(text) if is_json else tomllib.loads(text)
-    except RecursionError:
-        raise RecipeError([f"{file}: lists or tables are nested too deeply"]) from None
-    except ValueError as error:  # Another syntax, or a number of thousands of digits.
-        at = _AT.search(str(error))
-        line = getattr(error, "lineno", None) or (int(at[1]) if at and at[1] else len(text.splitlines()))
-        kind, see = ("JSON", "") if is_json else ("TOML", "; see toml.io")
-        reason = _AT.sub("", getattr(error, "msg", None) or str(error))
-        raise RecipeError([f"{file}:{line}: this is not {kind}: {reason}{see}"]) from None
+        tree, text = read_toml(file, is_json=is_json)
+    except ValueError as error:
+        raise RecipeError([str(error)]) from None
     source = Source(file, {} if is_json else key_lines(text), {_override(tree, each): each for each in settings})
     try:
         # A date becomes text: the recipe must be writable as JSON, which has no dates.
@@ -82,19 +80,6 @@ def find_shipped(asked: Path) -> Path:
     return shipped_folder() / f"{asked}.toml" if is_name else asked
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = ", ".join(sorted(str(path) for path in file.parent.glob("*.toml")))
-        shipped = f"give a TOML file's path, or a shipped name: {', '.join(shipped_names())}"
-        instead = f"in that folder there is {near}" if near else shipped
-        raise RecipeError([f"{file}: there is no such file; {instead}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
-        raise RecipeError([f"{file}: cannot be read: {reason}; give a recipe, a text file"]) from None
-
-
 def _override(tree: dict[str, Any], setting: str) -> Key:
     """Replace the file's value by the setting's; return its key."""
     asked = _SETTING.fullmatch(setting)
@@ -120,7 +105,7 @@ def _value(setting: str, text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         if text[0] not in "[{\"'" and "\n" not in text:
             return text
-        raise RecipeError([f"--set {setting}: the value is not TOML: {_AT.sub('', str(error))}"]) from None
+        raise RecipeError([f"--set {setting}: the value is not TOML: {reason(error)}"]) from None
     if len(read) > 1:
         raise RecipeError([f"--set {setting}: give each setting its own --set"])
     return read["value"]

@@ -23,9 +23,22 @@ def congestion_controls() -> list[str]:
     return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
 
 
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a folder, with a + where files have been changed since; None outside of a repository."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
     """Return the versions of netfold and Python, the commit, and `others`, such as torch's."""
-    ours = {"netfold": _netfold_version(), "commit": _commit(), "python": platform.python_version()}
+    ours = {
+        "netfold": _netfold_version(),
+        "commit": commit_of(Path(__file__).parent) or "unknown",
+        "python": platform.python_version(),
+    }
     return {**ours, **others}
 
 
@@ -56,12 +69,3 @@ def _netfold_version() -> str:
         return importlib.metadata.version("netfold")
     except importlib.metadata.PackageNotFoundError:
         return "source tree"
-
-
-def _commit() -> str:
-    """Return the sources' commit, with a + where they have been changed since; `unknown` without a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
