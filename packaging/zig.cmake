@@ -11,3 +11,4 @@ set(CMAKE_CXX_COMPILER $ENV{NETFOLD_ZIG_BIN}/c++)
 set(CMAKE_CXX_FLAGS_INIT "-include cstdio")
 # -s: without the symbol table and debug information.
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "-s")
+set(CMAKE_SHARED_LINKER_FLAGS_INIT "-s")
