@@ -20,10 +20,11 @@ MAY_INCLUDE = {
     "collective": {"protocol", "transport", "auth", "kernels"},
     # Headers that the headers of collective include.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
+    "device": {"engine", "collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
     "nccl": {"collective", "transport", "auth"},
     "dev/delay_link": {"transport"},
-    "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "dataplane"},
+    "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "device", "dataplane"},
     # The bindings' conversions include protocol.
     "dev/bind": {"model_check", "delay_link", "protocol"},
 }

@@ -33,6 +33,7 @@ NB_MODULE(_native, m) {
   bind_protocol(m);
   bind_fabric(m);
   bind_engine(m);
+  bind_device(m);
   bind_failover(m);
   bind_shares(m);
   bind_dataplane(m);

@@ -16,6 +16,7 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 void bind_arrays(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_transport(nb::module_& m);
+void bind_device(nb::module_& m);
 void bind_protocol(nb::module_& m);
 void bind_auth(nb::module_& m);
 void bind_engine(nb::module_& m);

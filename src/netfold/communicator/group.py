@@ -283,6 +283,13 @@ class Group:
             tag,
         )
 
+    @property
+    def native(self) -> Any:
+        """The native group, for native code that submits calls by itself. Raises as `submit` does."""
+        if self._pid != os.getpid() or self._closed:
+            self._refuse()
+        return self._native
+
     def start_in_place(
         self,
         kind: int,

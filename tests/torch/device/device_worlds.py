@@ -30,18 +30,20 @@ def on_devices(
     before: Any = None,
     hosts: tuple[int, ...] = (),
     own_stores: bool = False,
+    make_api: Callable[[int, FakeHost], Any] | None = None,
     timeout_s: float = 20.0,
     **options: Any,
 ) -> list[Outcome]:
     """`act` on every rank; `before` may change a rank's device API first. `hosts`: the host of each rank.
 
+    make_api: for another device API than `FakeLayer`, by rank.
     own_stores: once the group has formed, each rank has a store that no other rank sees, as in `netfold.elastic`.
     """
     store, host, layers = dist.HashStore(), FakeHost(), []
 
     def enter(rank: int, _size: int, _folder: str) -> Any:
         torch.set_num_threads(1)
-        device_api = FakeLayer(order, rank, host)
+        device_api = make_api(rank, host) if make_api is not None else FakeLayer(order, rank, host)
         layers.append(device_api)
         if before is not None:
             before(device_api)

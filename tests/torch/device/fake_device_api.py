@@ -32,10 +32,11 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from fake_driver import FakeDriver, view_of
 from load import seconds
 
 from netfold.torch.device.cuda import wait_for_all
@@ -55,6 +56,15 @@ class FakeEvent:
         self.position = position
         self.captured = stream.is_captured()
         self._looks = 2
+
+    @functools.cached_property
+    def cuda_event(self) -> int:
+        return self.stream.device_api.driver.handle_of_event(self)
+
+    def wait(self, stream: FakeStream) -> None:
+        stream.device_api.check_device("cudaStreamWaitEvent", stream.device)
+        assert self.stream.device_api is stream.device_api, "an event of another process's"
+        stream.give(self)
 
     def query(self) -> bool:
         device_api = self.stream.device_api
@@ -103,17 +113,24 @@ class FakeStream:
         with self.device_api.lock:
             return FakeEvent(self, self.given)
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.device_api.check_device("cudaStreamWaitEvent", self.device)
-        assert event.stream.device_api is self.device_api, "an event of another process's"
-        self.give(event)
+    def wait_event(self, event: Any) -> None:
+        """event: a `FakeEvent`, or a native one of this device."""
+        event.wait(self)
+
+    @functools.cached_property
+    def cuda_stream(self) -> int:
+        return self.device_api.driver.handle_of_stream(self)
 
 
 class Copy:
     """A copy in a stream."""
 
-    def __init__(self, to: Tensor, source: Tensor) -> None:
-        self.to, self.source = to, source
+    def __init__(self, to: Tensor, source: Tensor, *, native: bool) -> None:
+        """native: torch's allocators know nothing of the copy."""
+        self.to, self.source, self.native = to, source, native
+
+    def touches(self, begin: int, nbytes: int) -> bool:
+        return any(begin <= tensor.data_ptr() < begin + nbytes for tensor in (self.to, self.source))
 
     def __call__(self) -> None:
         self.to.copy_(self.source)
@@ -249,6 +266,10 @@ class FakeLayer:
         self.registers = True  # other memory can be pinned
         self.registered: dict[int, torch.device] = {}  # by address
         self.registrations = 0
+        self._pinned: dict[int, int] = {}  # bytes by address
+        self._sizes: dict[int, int] = {}  # of registered memory
+        self._leaked: list[Tensor] = []
+        self.no_driver = ""  # why there is no driver library
         self.has_gates = True  # streams can wait for a word of memory
         self.gates: list[FakeGate] = []
         self.faults: list[str] = []  # calls that break a rule
@@ -437,6 +458,32 @@ class FakeLayer:
 
         stream.give(run)
 
+    @functools.cached_property
+    def driver(self) -> FakeDriver:
+        return FakeDriver(self)
+
+    def native_driver(self, device: torch.device) -> Any:
+        if self.no_driver:
+            raise RuntimeError(self.no_driver)
+        return self.driver.native
+
+    def memory_at(self, address: int, nbytes: int) -> Tensor:
+        """[nbytes] u8: memory of this device."""
+        for begin, tensor in list(self._memory.items()):
+            storage = tensor.untyped_storage()
+            if begin <= address and address + nbytes <= begin + storage.nbytes():
+                return torch.empty(0, dtype=torch.uint8).set_(storage, address - begin, (nbytes,))
+        assert self.takes_everything, f"{nbytes} bytes at {address:#x} are not of {self.device}"
+        return view_of(address, nbytes)
+
+    def pinned_at(self, address: int, nbytes: int) -> Tensor:
+        """[nbytes] u8: memory of the host that is pinned: a copy of other memory would block the host."""
+        pinned = {**self._pinned, **{begin: self._sizes[begin] for begin in self.registered}}
+        assert any(begin <= address and address + nbytes <= begin + size for begin, size in pinned.items()), (
+            f"{nbytes} bytes at {address:#x} are not pinned"
+        )
+        return view_of(address, nbytes)
+
     def copy(self, stream: FakeStream, to: Tensor, source: Tensor) -> None:
         self.check_device("cudaMemcpyAsync")
         if self.broken:
@@ -444,20 +491,28 @@ class FakeLayer:
         self.use(stream, to, source)
         # A copy engine holds nothing: what it reads may be closed.
         to, source = _raw(to), _raw(source)
-        stream.give(Copy(to, source))
-
-    def copy_all(self, stream: FakeStream, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        assert to
-        for target, source in zip(to, sources, strict=True):
-            assert target.nbytes == source.nbytes
-            self.copy(stream, target, source)
+        stream.give(Copy(to, source, native=self.driver.copies_here))
 
     def pinned(self, nbytes: int) -> Tensor:
         self.check_unsafe("cudaHostAlloc")
         if nbytes > self.pinned_left:
             raise RuntimeError("out of pinned memory")
         self.pinned_left -= nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        self._pinned[made.data_ptr()] = nbytes
+        weakref.finalize(made, self._free_pinned, made.data_ptr(), made[:]).atexit = False
+        return made
+
+    def _free_pinned(self, begin: int, memory: Tensor) -> None:
+        """torch's allocator keeps pinned memory until its own copies are done."""
+        if any(copy.native and copy.touches(begin, memory.nbytes) for copy in self._copies()):
+            self.faults.append("pinned memory is freed before a copy that torch does not know")
+            self._leaked.append(memory)
+        self._pinned.pop(begin, None)
+
+    def _copies(self) -> list[Copy]:
+        with self.lock:
+            return [each for stream in self._streams for each in stream.to_do if isinstance(each, Copy)]
 
     def register(self, memory: Tensor) -> bool:
         self.check_unsafe("cuMemHostRegister")
@@ -468,18 +523,16 @@ class FakeLayer:
         self.pinned_left -= memory.nbytes
         assert memory.data_ptr() not in self.registered, "registered twice"
         self.registered[memory.data_ptr()] = self.device
+        self._sizes[memory.data_ptr()] = memory.nbytes
         self.registrations += 1
         return True
 
     def unregister(self, memory: Tensor) -> None:
         begin = memory.data_ptr()
         self.check_unsafe("cuMemHostUnregister", self.registered[begin])
-        with self.lock:
-            pending = [each for stream in self._streams for each in stream.to_do if isinstance(each, Copy)]
-            for copy in pending:
-                for tensor in (copy.to, copy.source):
-                    at = tensor.data_ptr()
-                    assert not begin <= at < begin + memory.nbytes, "memory of a copy that is still to come"
+        assert not any(copy.touches(begin, memory.nbytes) for copy in self._copies()), (
+            "memory of a copy that is still to come"
+        )
         del self.registered[begin]
         self.pinned_left += memory.nbytes
 

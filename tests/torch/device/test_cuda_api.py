@@ -251,15 +251,6 @@ def test_without_a_driver_library_the_capture_mode_does_not_change(monkeypatch: 
             cached.cache_clear()
 
 
-def test_several_copies_are_one_call_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: streams.append(stream) or contextlib.nullcontext())
-    to = [torch.zeros(count, dtype=torch.uint8) for count in (3, 0, 5)]
-    sources = [torch.full((count,), 7 + count, dtype=torch.uint8) for count in (3, 0, 5)]
-    CudaApi().copy_all("netfold's", to, sources)  # type: ignore[arg-type]
-    assert [each.tolist() for each in to] == [[10] * 3, [], [12] * 5] and streams == ["netfold's"]
-
-
 class Storage:
     """A storage whose memory is exported, and an opened one: in which stream torch's calls come."""
 

@@ -94,6 +94,28 @@ def test_where_a_device_cannot_wait_for_memory_the_host_waits() -> None:
     values(on_devices(act, 2, before=without_gates, **OFF))
 
 
+def calls_again_behind_the_gate(group: Any, device_api: Any) -> None:
+    """The second call's tensor gets its values only after the result of the first, whose last chunk is under way."""
+    first, second = device_api.tensor(distinct(group.rank(), 10)), device_api.tensor(torch.full((COUNT,), -1.0))
+    if group.rank() == 1:
+        assert device_api.host.is_over.wait(seconds(20))
+    works = [group.allreduce([first], reduce_options())]
+    works[0].block_current_stream()
+    device_api.compute(lambda: second.copy_(distinct(group.rank(), COUNT)))
+    works.append(group.allreduce([second], reduce_options()))
+    device_api.host.is_over.set()
+    for work in works:
+        work.wait()
+    assert torch.equal(device_api.value(first), distinct(0, 10) + distinct(1, 10))
+    assert torch.equal(device_api.value(second), distinct(0, COUNT) + distinct(1, COUNT))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_call_that_waits_for_an_earlier_result_does_not_keep_that_result_from_its_stream(order: Any) -> None:
+    """A former fault: the earlier copy back came behind the wait for the later call's values, until the deadline."""
+    values(on_devices(calls_again_behind_the_gate, 2, order, **OFF))
+
+
 def fails_meanwhile(group: Any, device_api: Any) -> str:
     tensor = device_api.tensor(distinct(group.rank(), COUNT))
     group.allreduce([tensor], reduce_options()).wait()

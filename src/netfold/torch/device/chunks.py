@@ -1,13 +1,14 @@
-"""Split a collective into smaller ones that fit into a slot of host memory. Arithmetic only, no device.
+"""The split of a collective into smaller ones that fit into a slot of host memory. Arithmetic only, no device.
 
 Every rank splits alike: by the operation, by sizes that all ranks know, and by the slots' size, on which they agreed.
 Chunks begin at multiples of the i32 and i8 wire formats' block, so the bits of such a sum do not depend on the split.
+Chunk k has the elements k * n to (k + 1) * n - 1 of each tensor, n as `chunk_elements` says; shorter tensors end
+earlier. native/device/host_staging.cpp cuts the chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,18 +21,11 @@ Tensor = torch.Tensor
 BLOCK_ELEMENTS = 128
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """One smaller collective. Tensors are flat bytes on the device.
+class Copies(NamedTuple):
+    """Whether a call's inputs, or its outputs, are copied."""
 
-    out: copied to the host before the collective.
-    back: copied to the device after it.
-    """
-
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    out: Sequence[Tensor]
-    back: Sequence[Tensor]
+    to_host: bool  # before the collective
+    to_device: bool  # after it
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -59,33 +53,16 @@ def count_chunks(call: Prepared, elements: int) -> int:
     return max(1, -(-largest // elements))
 
 
-def split_into_chunks(call: Prepared, rank: int, elements: int, count: int) -> Iterator[Chunk]:
-    """Yield `count` chunks of up to `elements` of each tensor, in order. Shorter tensors end earlier."""
-    inputs = [(as_bytes(tensor), tensor.element_size()) for tensor in call.inputs]
-    outputs = [(as_bytes(tensor), tensor.element_size()) for tensor in call.outputs]
-    for number in range(count):
-        at = number * elements
-        ins = [_part(flat, at * each, (at + elements) * each) for flat, each in inputs]
-        outs = [_part(flat, at * each, (at + elements) * each) for flat, each in outputs]
-        yield Chunk(ins, outs, *_copied(call, rank, ins, outs))
-
-
-def _copied(
-    call: Prepared, rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The tensors to copy from the device, and those to copy back."""
+def copies_of(call: Prepared, rank: int) -> tuple[Copies, Copies]:
+    """The copies that `rank` makes, of the inputs and of the outputs."""
     at_root = call.root == rank
     if call.kind == "all_reduce":  # an input is the residual of the i8 wire format, which is updated
-        return [*inputs, *outputs], [*inputs, *outputs]
+        return Copies(True, True), Copies(True, True)
     if call.kind == "reduce":
-        return outputs, outputs if at_root else ()
+        return Copies(False, False), Copies(True, at_root)
     if call.kind == "broadcast":
-        return (outputs, ()) if at_root else ((), outputs)
-    return inputs, outputs
-
-
-def _part(flat: Tensor, begin: int, end: int) -> Tensor:
-    return flat[min(begin, flat.numel()) : min(end, flat.numel())]
+        return Copies(False, False), Copies(at_root, not at_root)
+    return Copies(True, False), Copies(False, True)
 
 
 def _tensors(call: Prepared, ranks: int) -> int:

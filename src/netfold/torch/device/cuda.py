@@ -99,10 +99,8 @@ class CudaApi:
         with torch.cuda.stream(stream), torch.no_grad():
             to.copy_(source, non_blocking=True)
 
-    def copy_all(self, stream: torch.cuda.Stream, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        # One switch of the stream, and one call that makes the copies without the GIL.
-        with torch.cuda.stream(stream), torch.no_grad():
-            torch._foreach_copy_(list(to), list(sources), non_blocking=True)
+    def native_driver(self, device: torch.device) -> Any:
+        return cuda_driver.native_driver(_index(device))
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -4,7 +4,7 @@ They are: capture modes, new streams, waits of streams for values in memory, and
 
 The driver library's names and ABI do not change with the CUDA release. The runtime library's do, and torch has its own
 copy. Without the driver library (ROCm), capture modes are not changed, and there are no new streams, no waits for
-values, and no registrations.
+values, no registrations, and no native copies: collectives raise the reason.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from netfold._native import device as native
 
 _LIBRARY = "libcuda.so.1"
 
@@ -60,6 +62,12 @@ def create_stream(index: int) -> int | None:
     finally:
         _call(library.cuCtxPopCurrent_v2, ctypes.byref(context))
     return stream.value
+
+
+@functools.cache
+def native_driver(index: int) -> native.CudaDriver:
+    """The native functions for device `index`: one object, so that all groups share its events."""
+    return native.CudaDriver.open(_LIBRARY, index)
 
 
 def can_wait_for_values(index: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from netfold.errors import CollectiveTimeout
+from netfold.errors import CollectiveTimeout, NetfoldError
 
 Tensor = torch.Tensor
 
@@ -19,10 +19,15 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream: the device API's own, or a `_native.device.Event`, which is no argument of native calls."""
+
+    cuda_event: Any
 
     def query(self) -> bool:
         """Whether the device has passed the event. Raises the device's error."""
+
+    def wait(self, stream: Any) -> None:
+        """Have later work of the stream wait for the event. Does not block the host."""
 
 
 class Stream(Protocol):
@@ -124,8 +129,12 @@ class DeviceApi(Protocol):
     def copy(self, stream: Any, to: Tensor, source: Tensor) -> None:
         """Copy between device and pinned memory, or on a device. Does not block the host."""
 
-    def copy_all(self, stream: Any, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Make several copies as `copy` does, in one call. Each source is as large as its target; at least one."""
+    def native_driver(self, device: torch.device) -> Any:
+        """The `_native.device.CudaDriver` of `device`, which copies between it and pinned memory without the GIL.
+
+        Raises RuntimeError with the reason if there is none. Streams have their handle as `cuda_stream`, and events as
+        `cuda_event`.
+        """
 
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate [nbytes] u8 of pinned host memory."""
@@ -197,10 +206,23 @@ def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:
     while not event.query():
         now = time.monotonic()
         if now > deadline:
-            raise CollectiveTimeout(
-                f"rank {rank}: {what} timed out after {now - began:.1f} s: the device is not done with what came "
-                "before; a kernel hangs, or waits for another rank",
-                rank=rank,
-            )
+            raise overdue(rank, what, now - began)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def overdue(rank: int, what: str, waited_s: float) -> CollectiveTimeout:
+    """The error for a device that has not done `what` at the deadline."""
+    return CollectiveTimeout(
+        f"rank {rank}: {what} timed out after {waited_s:.1f} s: the device is not done with what came before; a kernel "
+        "hangs, or waits for another rank",
+        rank=rank,
+    )
+
+
+def device_failed(rank: int, what: str, reason: object) -> NetfoldError:
+    """The error for a call of CUDA's that failed during `what`."""
+    return NetfoldError(
+        f"rank {rank}: {what} failed: {reason}; the device may be lost to this process, and come back in a new one",
+        rank=rank,
+    )

@@ -22,7 +22,14 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
-from netfold.torch.device.device_api import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceApi, Event, refuse_capture
+from netfold.torch.device.device_api import (
+    LONGEST_PAUSE_S,
+    SHORTEST_PAUSE_S,
+    DeviceApi,
+    Event,
+    device_failed,
+    refuse_capture,
+)
 from netfold.torch.device.paths import MEET_S, SETTLE_S, DevicePaths, choose_paths
 from netfold.torch.device.work import DeviceWork
 
@@ -108,6 +115,8 @@ class DeviceDriver:
                 self._thread.start()
             self._queue.append(job)
             self._unsettled.append(job)
+            if self._paths is not None:
+                self._paths.staged.interrupt()
             self._changed.notify_all()
         return work
 
@@ -175,7 +184,11 @@ class DeviceDriver:
                 if job is not None:
                     self._begin(job)
                 elif self._paths is not None and self._paths.staged.busy:
-                    self._paths.staged.step()
+                    interrupts = self._interrupts()
+                    if interrupts is None:
+                        self._paths.staged.move()
+                    else:
+                        self._paths.staged.step(interrupts)
                 self._hand_over()
             except Exception as error:
                 self._failed = True
@@ -186,6 +199,12 @@ class DeviceDriver:
 
     def _busy(self) -> bool:
         return self._paths is not None and self._paths.staged.busy
+
+    def _interrupts(self) -> int | None:
+        """Up to which interrupt the staged path goes on by itself; None: other jobs wait for this thread."""
+        assert self._paths is not None
+        with self._changed:
+            return None if self._queue or self._awaited else self._paths.staged.interrupts
 
     def _hand_over(self) -> None:
         """Finish the jobs whose events have passed. Sleep briefly if there is nothing else to do.
@@ -262,14 +281,14 @@ class DeviceDriver:
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "
                 f"{self._paths.device}; a rank of a group uses one device"
             )
-        staged = self._paths.staged
+        staged, last = self._paths.staged, job.calls[-1]
         for call in job.calls:
             path = self._paths.other_than_staged(call)
             if path is not None:
                 staged.drain()
                 tensors = [*call.inputs, *call.outputs]
                 done = path.run(call, [job.ready, *staged.events_on(tensors)], job.deadline)
-                staged.in_use(tensors, done, path.stream)
+                staged.in_use(tensors, done)
                 if path.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()
@@ -277,7 +296,8 @@ class DeviceDriver:
                 else:
                     self._returned(job, done)
             else:
-                staged.begin(call, job.ready, job.deadline, lambda event: self._returned(job, event))
+                returned = lambda event: self._returned(job, event)
+                staged.begin(call, job.ready, job.deadline, returned, self._interrupts() if call is last else None)
 
     def _returned(self, job: _Job, event: Event) -> None:
         """Count one finished call of the job. After the last, copy the results back and settle the Work."""
@@ -330,11 +350,7 @@ class DeviceDriver:
         rank = self._group.rank
         if isinstance(error, (NetfoldError, ValueError, TimeoutError)):
             return error
-        what = f"{job.calls[0].kind} on {job.device}" if job is not None else "a copy"
-        return NetfoldError(
-            f"rank {rank}: {what} failed: {error}; the device may be lost to this process, and come back in a new one",
-            rank=rank,
-        )
+        return device_failed(rank, f"{job.calls[0].kind} on {job.device}" if job is not None else "a copy", error)
 
 
 def _tensors(result: Any) -> list[Tensor]:

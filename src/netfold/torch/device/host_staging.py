@@ -1,16 +1,10 @@
 """Collectives through pinned host memory, in a pipeline of chunks.
 
-While one chunk is in the collective, one copy engine copies the next chunk from the device, and another copies the
-previous chunk back.
+The pipeline is native (native/device/include/netfold/device/host_staging.hpp): a call's chunks need neither Python nor
+the GIL. Here are the beginning and the end of a call, the order of calls on the same memory, and errors.
 
-Theory of operation. A slot is a pinned buffer for one chunk. A chunk goes through three stages:
-
-    leaving    copied out on the stream `out`, which waits for the caller's stream and for the slot's last copy back
-    running    the native collective; submitted once the host has seen the copy done
-    returned   copied in on the stream `back`; its event frees the slot
-
-One thread drives the pipeline. Chunks leave, run and return in the same order on every rank, as the native group
-requires. The results are complete after the event that follows the last chunk's return.
+Chunks leave, run and return in the same order on every rank, as the native group requires. The results are complete
+after the event that follows the last chunk's return.
 """
 
 from __future__ import annotations
@@ -18,16 +12,18 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from netfold._native import device as native
 from netfold.communicator import Group
+from netfold.communicator.group import DTYPES, KINDS, REDUCE_OPS
 from netfold.torch.calls import Prepared
-from netfold.torch.device.chunks import Chunk, chunk_elements, count_chunks, split_into_chunks
-from netfold.torch.device.device_api import DeviceApi, Event, wait_for
-from netfold.torch.device.pinned import ALIGN_BYTES, Slots
+from netfold.torch.device.chunks import chunk_elements, copies_of, count_chunks
+from netfold.torch.device.device_api import DeviceApi, Event, device_failed, overdue
+from netfold.torch.device.pinned import Slots
 
 Tensor = torch.Tensor
 
@@ -38,36 +34,23 @@ Bytes = tuple[int, int]  # the first address, and the one after the last
 
 
 @dataclass(eq=False)
-class Slot:
-    memory: Tensor
-    free: Event | None = None
-
-
-@dataclass(eq=False)
-class StagedChunk:
-    """A chunk in the pipeline."""
-
+class _CallUnderWay:
     call: Prepared
-    chunk: Chunk
-    slot: Slot
-    regions: dict[int, Tensor]  # of the slot, by the id of the chunk's tensors
-    deadline: float
-    left: Event | None
-    returned: Callable[[Event], None] | None
-    operation: Any = None
+    ready: Event  # the pipeline has its handle
+    written: Sequence[Tensor]
+    returned: Callable[[Event], None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Landing:
-    """Bytes that the device may use until `event`, which is in `stream`."""
+    """Bytes that the device may use until `event`."""
 
     bytes: Bytes
     event: Event
-    stream: Any
 
 
 class HostStaging:
-    """The pipeline of one group and one device. Not thread-safe."""
+    """The pipeline of one group and one device. Not thread-safe, but for `interrupt`."""
 
     def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, slots: Slots) -> None:
         self._group = group
@@ -76,11 +59,16 @@ class HostStaging:
         self.out = device_api.new_stream(device)
         self.back = device_api.new_stream(device)
         self.memory = slots
-        self._slots = collections.deque(Slot(memory) for memory in slots.memory)
-        self._slot_bytes = self._slots[0].memory.numel()
-        self._leaving: collections.deque[StagedChunk] = collections.deque()
-        self._running: collections.deque[StagedChunk] = collections.deque()
-        # Memory that chunks under way will write, and memory that the device may still write or read for a call whose
+        self._slot_bytes = slots.memory[0].numel()
+        self._native = native.HostStaging(
+            group.native,
+            device_api.native_driver(device),
+            self.out.cuda_stream,
+            self.back.cuda_stream,
+            [(memory.data_ptr(), memory.numel()) for memory in slots.memory],
+        )
+        self._calls: dict[int, _CallUnderWay] = {}
+        # Memory that calls under way will write, and memory that the device may still write or read for a call whose
         # chunks are all done. Later calls on overlapping bytes wait for both.
         self._written: collections.Counter[Bytes] = collections.Counter()
         self._landing: list[_Landing] = []
@@ -91,42 +79,85 @@ class HostStaging:
 
     @property
     def busy(self) -> bool:
-        return bool(self._leaving or self._running)
+        return bool(self._native.busy)
 
-    def begin(self, call: Prepared, ready: Event, deadline: float, returned: Callable[[Event], None]) -> None:
-        """Start a call's chunks.
+    @property
+    def interrupts(self) -> int:
+        """The number of calls of `interrupt`."""
+        return int(self._native.interrupts)
 
-        ready: the event after which the tensors hold their values.
+    def interrupt(self) -> None:
+        """Have `begin` and `step` return to their caller early. From any thread."""
+        self._native.interrupt()
+
+    def begin(
+        self,
+        call: Prepared,
+        ready: Event,
+        deadline: float,
+        returned: Callable[[Event], None],
+        interrupts: int | None = None,
+    ) -> None:
+        """Start a call's chunks. Returns once they have left.
+
+        ready: the event after which the tensors hold their values. One of the device API's.
         returned: called, by `step` at the latest, with the event after which the results are in place.
+        interrupts: go on until all chunks have returned, unless `interrupt` is called after this count.
         """
         some = [*call.inputs, *call.outputs]
-        elements = chunk_elements(call, self._group.size, self._slot_bytes)
+        elements = self.elements_a_slot(call)
         count = count_chunks(call, elements)
         if call.kind == "all_to_all":
             self.drain()  # all ranks must submit in one order
             count = self._greatest(count, deadline)
         elif any(_overlap(bytes_of(tensor), each) for tensor in some for each in self._written):
             self.drain()
-        for event in (*self.events_on(some), ready):
+        for event in self.events_on(some):
             self.out.wait_event(event)
             self.back.wait_event(event)
         for tensor in some:
             self._device_api.keep(tensor, self.out)
             self._device_api.keep(tensor, self.back)
-        for number, piece in enumerate(split_into_chunks(call, self._group.rank, elements, count)):
-            self._leave(call, piece, deadline, returned if number == count - 1 else None)
+        of_inputs, of_outputs = copies_of(call, self._group.rank)
+        number = self._native.begin(
+            KINDS[call.kind],
+            DTYPES[call.dtype],
+            REDUCE_OPS[call.reduce],
+            call.average,
+            call.root,
+            _places(call.inputs),
+            _places(call.outputs),
+            of_inputs,
+            of_outputs,
+            elements,
+            count,
+            ready.cuda_event,
+            int(deadline * 1e9),
+        )
+        written = [
+            tensor
+            for tensors, copies in ((call.inputs, of_inputs), (call.outputs, of_outputs))
+            if copies.to_device
+            for tensor in tensors
+        ]
+        self._written.update(bytes_of(tensor) for tensor in written)
+        self._calls[number] = _CallUnderWay(call, ready, written, returned)
+        if interrupts is None:
+            self._run(native.LEFT)
+        else:
+            self._run(native.RETURNED, interrupts)
 
-    def step(self) -> None:
-        """Move the oldest chunk to its next stage."""
-        if self._running:
-            self._return(self._running.popleft())
-        elif self._leaving:
-            self._run(self._leaving.popleft())
+    def step(self, interrupts: int = native.NEVER) -> None:
+        """Run the chunks under way until a call is finished, or `interrupt` is called after the count `interrupts`."""
+        self._advance(native.RETURNED, interrupts)
+
+    def move(self) -> None:
+        """Move one chunk to its next stage."""
+        self._advance(native.MOVED)
 
     def start(self) -> None:
         """Submit the collectives of all chunks that have begun. Waits for their copies to the host."""
-        while self._leaving:
-            self._run(self._leaving.popleft())
+        self._run(native.SUBMITTED)
 
     def between_steps(self, call: Prepared, stream: Any, deadline: float) -> Iterator[None]:
         """Run a call after the stream's work so far, and before its later work. Yields once, while it is on the way."""
@@ -140,84 +171,56 @@ class HostStaging:
 
     def drain(self) -> None:
         """Run all chunks until their copies back are submitted. Does not wait for these copies."""
-        while self._leaving:
-            self._run(self._leaving.popleft())
-        while self._running:
-            self._return(self._running.popleft())
+        self._run(native.RETURNED)
 
     def forget(self) -> None:
-        """Drop all chunks under way, after a failure."""
-        self._leaving.clear()
-        self._running.clear()
+        """Drop all chunks under way, after the group's failure. Returns once no collective uses a slot."""
+        self._native.forget()
+        self._calls.clear()
 
-    def _leave(self, call: Prepared, piece: Chunk, deadline: float, returned: Callable[[Event], None] | None) -> None:
-        slot = self._slots.popleft()  # never empty: of three chunks, one has returned
-        if slot.free is not None and piece.out:
-            self.out.wait_event(slot.free)
-        regions = _regions(slot.memory, piece)
-        left = None
-        if piece.out:
-            self._device_api.copy_all(self.out, [regions[id(tensor)] for tensor in piece.out], piece.out)
-            left = self.out.record_event()
-        for tensor in piece.back:
-            self._written[bytes_of(tensor)] += 1
-        self._leaving.append(StagedChunk(call, piece, slot, regions, deadline, left, returned))
-        if len(self._leaving) > 1:
-            self._run(self._leaving.popleft())
-        if len(self._running) > 1:
-            self._return(self._running.popleft())
+    def _run(self, goal: int, interrupts: int = native.NEVER) -> None:
+        """Run until `goal`, or until all chunks have left and `interrupt` is called after the count `interrupts`."""
+        while not self._advance(goal, interrupts):
+            pass
 
-    def _run(self, passage: StagedChunk) -> None:
-        call, rank = passage.call, self._group.rank
-        # The collective overwrites the slot, so the copy back of the slot's previous chunk must be done, too.
-        for event, what in ((passage.slot.free, "the copy to the device"), (passage.left, "the copy to the host")):
-            if event is not None:
-                wait_for(event, passage.deadline, rank, f"{call.kind}: {what}")
-        regions = passage.regions
-        in_slot = replace(
-            call,
-            inputs=[regions[id(tensor)] for tensor in passage.chunk.inputs],
-            outputs=[regions[id(tensor)] for tensor in passage.chunk.outputs],
-        )
-        passage.operation = in_slot.submit(self._group, seconds_until(passage.deadline), wait_here=False)
-        self._running.append(passage)
+    def _advance(self, goal: int, interrupts: int = native.NEVER) -> bool:
+        """As `_run`, but at most until a call is finished. Returns whether the goal is reached."""
+        reached, finished, fault = self._native.run(goal, interrupts)
+        for number, event in finished:
+            self._finish(self._calls.pop(number), event)
+        if fault is not None:
+            raise self._error(*fault)
+        return bool(reached)
 
-    def _return(self, passage: StagedChunk) -> None:
-        self._group.wait(passage.operation)
-        back = passage.chunk.back
-        for tensor in back:
-            place = bytes_of(tensor)
-            self._written[place] -= 1
-            if not self._written[place]:
-                del self._written[place]
-        passage.slot.free = None
-        if back:
-            self._device_api.copy_all(self.back, back, [passage.regions[id(tensor)] for tensor in back])
-            passage.slot.free = self.back.record_event()
-            self.in_use(back, passage.slot.free, self.back)
-        self._slots.append(passage.slot)
-        if passage.returned is not None:
-            passage.returned(self.back.record_event())
+    def _finish(self, ended: _CallUnderWay, event: Event) -> None:
+        self._written.subtract(bytes_of(tensor) for tensor in ended.written)
+        self._written += collections.Counter()  # removes zeros
+        self.in_use(ended.written, event)
+        ended.returned(event)
 
-    def in_use(self, tensors: Iterable[Tensor], event: Event, stream: Any) -> None:
-        """Have later calls on these tensors' bytes wait for `event`, recorded last in `stream`.
+    def _error(self, kind: str, number: int, text: str, waited_s: float, operation: Any) -> Exception:
+        """The exception for the fault that ended the pipeline."""
+        rank, what = self._group.rank, self._calls[number].call.kind
+        if kind == "operation":
+            return self._group.error(operation)
+        if kind == "overdue":
+            return overdue(rank, f"{what}: {text}", waited_s)
+        failure = self._group.failure if kind == "group" else None
+        return failure or device_failed(rank, f"{what} on {self._device}", text)
+
+    def in_use(self, tensors: Iterable[Tensor], event: Event) -> None:
+        """Have later calls on these tensors' bytes wait for `event`.
 
         The work before the event must come after all earlier events of the same bytes.
         """
         if len(self._landing) > _MAX_LANDING:
             self._landing = [each for each in self._landing if not each.event.query()]
-        for tensor in tensors:
-            begin, end = bytes_of(tensor)
+        for begin, end in map(bytes_of, tensors):
             if begin == end:
                 continue
-            # The chunk before: the stream has passed it once it passes this event.
-            begin = min(
-                (each.bytes[0] for each in self._landing if each.stream is stream and each.bytes[1] == begin),
-                default=begin,
-            )
             # The new event comes after those of all bytes in its range.
             kept = [each for each in self._landing if each.bytes[0] < begin or end < each.bytes[1]]
-            self._landing = [*kept, _Landing((begin, end), event, stream)]
+            self._landing = [*kept, _Landing((begin, end), event)]
 
     def events_on(self, tensors: Sequence[Tensor]) -> list[Event]:
         """The events that a later use of the tensors' bytes must wait for."""
@@ -256,13 +259,9 @@ def seconds_until(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _regions(memory: Tensor, piece: Chunk) -> dict[int, Tensor]:
-    """The region of each tensor of a chunk in its slot."""
-    regions, at = {}, 0
-    for tensor in (*piece.inputs, *piece.outputs):
-        regions[id(tensor)] = memory[at : at + tensor.numel()]
-        at += -(-tensor.numel() // ALIGN_BYTES) * ALIGN_BYTES
-    return regions
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """As the native pipeline takes tensors: address, bytes, bytes of an element."""
+    return [(tensor.data_ptr(), tensor.nbytes, tensor.element_size()) for tensor in tensors]
 
 
 def bytes_of(tensor: Tensor) -> Bytes:

@@ -66,14 +66,12 @@ class DevicePaths:
         """
         between = None if self.intra_host is None else self.intra_host.between
         stages = [self.staged] if between is None else [self.staged, between]
-        # Without an intra-host path, torch frees pinned memory only after the copies; memory of ours has to wait.
-        needed = self.intra_host is not None or any(each.memory.registered for each in stages)
-        settled = not failed and (not needed or self._settle(SETTLE_S))
+        settled = not failed and self._settle(SETTLE_S)
         if not settled and not failed:
             log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
         if not settled:
             self.abort("the group was closed")
-        over = settled or (needed and self._settle(AFTER_ABORT_S))
+        over = settled or self._settle(AFTER_ABORT_S)
         if self.intra_host is not None:
             self.intra_host.release(settled=over)
         for stage in stages:
@@ -103,9 +101,12 @@ def choose_paths(group: Group, device_api: DeviceApi, device: torch.device, dead
     slots: pinned.Slots | None = None
     problem = ""
     try:
+        device_api.native_driver(device)
         slots = slots_of(group, device_api)
     except NetfoldError as error:
         problem = str(error)
+    except RuntimeError as error:
+        problem = f"rank {group.rank}: {device} cannot be used: {error}"
     builder = _Builder(group, device_api, device, deadline)
     try:
         facts = capability_exchange.exchange_capabilities(

@@ -27,7 +27,7 @@ ALIGN_BYTES = 64
 # The most memory that a group's messages pin at a time. Messages beyond it use ordinary memory, which a thread copies
 # instead of a copy engine. They never wait for pinned memory: a waiting receive could block the send that frees some.
 TRANSFER_BYTES = 64 << 20
-# Registered slots that a hanging device may still use: kept until the process ends.
+# Slots that a hanging device may still use: kept until the process ends.
 _never_released: list[Tensor] = []
 
 
@@ -48,6 +48,7 @@ class Slots:
         """Allocate `pinned_bytes` in all. Raises NetfoldError if the host refuses."""
         self._device_api = device_api
         self._registered: list[Tensor] = []
+        self.memory: list[Tensor] = []
         try:
             self.memory = [self._slot(pinned_bytes // SLOTS, shared=shared) for _ in range(SLOTS)]
         except RuntimeError as error:
@@ -60,14 +61,17 @@ class Slots:
 
     @property
     def registered(self) -> bool:
-        """Whether `release` needs a device that has finished."""
+        """Whether ranks of this host map the slots."""
         return bool(self._registered)
 
     def release(self, *, settled: bool) -> None:
-        """End the registrations. settled: the device has finished all copies; else the memory is never freed."""
+        """End the registrations. settled: the device has finished all copies; else the memory is never freed.
+
+        torch does not know the copies: its allocator would give the memory to another tensor meanwhile.
+        """
         registered, self._registered = self._registered, []
         if not settled:
-            _never_released.extend(registered)
+            _never_released.extend(self.memory)
             return
         for memory in registered:
             self._device_api.unregister(memory)
