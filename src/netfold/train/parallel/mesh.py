@@ -82,8 +82,12 @@ class Mesh:
             if data % sites:
                 raise ValueError(f"{data} data-parallel ranks do not divide into {sites} sites (diloco.sites)")
             number, place = divmod(self.data.rank, data // sites)
-            self.site = Axis("site", place, data // sites, own_group(self.runs(data // sites)))
-            self.between = Axis("between", number, sites, own_group(self.counterparts()))
+            # An axis of all data-parallel ranks has their group.
+            of_site = self.data.group if sites == 1 else own_group(self.runs(data // sites))
+            self.site = Axis("site", place, data // sites, of_site)
+            self.between = Axis(
+                "between", number, sites, self.data.group if sites == data else own_group(self.counterparts())
+            )
 
     def runs(self, size: int) -> list[list[int]]:
         """The ranks of the world in runs of `size` data-parallel ranks, for each place on the other axes."""
