@@ -56,15 +56,14 @@ class HostStaging:
         self._group = group
         self._device_api = device_api
         self._device = device
-        self.out = device_api.new_stream(device)
-        self.back = device_api.new_stream(device)
+        streams: list[Any] = [device_api.new_stream(device) for _ in range(2)]
+        self.out, self.back = streams
         self.memory = slots
         self._slot_bytes = slots.memory[0].numel()
         self._native = native.HostStaging(
             group.native,
             device_api.native_driver(device),
-            self.out.cuda_stream,
-            self.back.cuda_stream,
+            *(stream.cuda_stream for stream in streams),
             [(memory.data_ptr(), memory.numel()) for memory in slots.memory],
         )
         self._calls: dict[int, _CallUnderWay] = {}
