@@ -25,6 +25,8 @@ MAY_INCLUDE = {
     "nccl": {"collective", "transport", "auth"},
     "dev/delay_link": {"transport"},
     "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "device", "dataplane"},
+    # P4: it includes nothing of C++.
+    "p4": set(),
     # The bindings' conversions include protocol.
     "dev/bind": {"model_check", "delay_link", "protocol"},
 }

@@ -155,9 +155,9 @@ std::shared_ptr<Group> make_group(int rank, std::vector<int> nodes, int lanes, s
                                       std::move(fallback_meshes));
 }
 
-void attach(Group& self, DataPort& port, const std::vector<TableRow>& table, std::uint16_t table_hash,
+void attach(Group& self, DataPort& port, const std::vector<TableRow>& table, std::uint16_t table_hash, bool hardware,
             const nb::kwargs& membership) {
-  self.attach(channel_of(self, port, membership), table_of(table), table_hash);
+  self.attach(channel_of(self, port, membership), table_of(table), table_hash, hardware);
 }
 
 bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
@@ -256,9 +256,10 @@ void connect_unused(Group& self, int lane, int peer, int rail, int fd, const Pyt
 
 void bind_group(nb::module_& e) {
   nb::class_<Group>(e, "Group")
-      .def("attach", &attach, "port"_a, nb::kw_only(), "table"_a, "table_hash"_a, "membership"_a,
+      .def("attach", &attach, "port"_a, nb::kw_only(), "table"_a, "table_hash"_a, "hardware"_a, "membership"_a,
            "Attach a switch by a membership, whose keywords are those of Shard.stand_by.\n\n"
-           "table: the choice table while the switch is lost, as of set_table. table_hash: its hash.")
+           "table: the choice table while the switch is lost, as of set_table. table_hash: its hash.\n"
+           "hardware: the switch has the hardware profile.")
       .def(
           "set_table",
           [](Group& self, const std::vector<TableRow>& table, std::uint16_t hash) {

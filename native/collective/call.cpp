@@ -72,6 +72,20 @@ Choice choose(const std::vector<Choice>& table, Kind kind, std::uint64_t bytes) 
   return chosen;
 }
 
+bool in_hardware_profile(Kind kind, kernels::DType wire, kernels::ReduceOp reduce) {
+  using kernels::DType;
+  using kernels::ReduceOp;
+  switch (kind) {
+    case Kind::broadcast:
+    case Kind::all_gather:
+    case Kind::barrier:
+      return true;  // a bor, whatever the tensor's type
+    default:
+      return (wire == DType::i32 && (reduce == ReduceOp::sum || reduce == ReduceOp::max)) ||
+             (wire == DType::u32 && reduce == ReduceOp::sum);
+  }
+}
+
 std::uint8_t Call::step() const {
   const bool averages = average || (step_of & kStepOfAverage) != 0;
   return static_cast<std::uint8_t>((1 + static_cast<int>(kind)) | (averages ? kStepOfAverage : 0));

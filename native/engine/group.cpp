@@ -58,8 +58,9 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
 void Group::set_interrupts(Interrupts given) { interrupts = given; }
 
 void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Choice> choices,
-                   std::uint16_t table) {
+                   std::uint16_t table, bool hardware) {
   const auto inbox = inbox_.lock();
+  if (hardware) beyond_profile_ = choices;
   inbox->traffic.push_back({.generation = channel->generation()});
   auto& fallback = *fallback_meshes_.at(switch_paths_.size());
   switch_paths_.push_back(
@@ -94,14 +95,25 @@ void Group::share(std::unique_ptr<transport::ShmNode> node) {
 collective::Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce,
                                  std::uint64_t bytes) const {
   using kernels::DType;
-  collective::Choice chosen = collective::choose(options_.table, kind, bytes);
-  // Another wire format is for f32 tensors; other tensors travel as they are. Integers with a shared scale can only be
-  // summed.
-  const bool as_integers = chosen.wire == static_cast<int>(DType::i32) || chosen.wire == static_cast<int>(DType::i8);
-  if (dtype != DType::f32 || chosen.wire < 0 || (as_integers && reduce != kernels::ReduceOp::sum)) {
-    chosen.wire = static_cast<int>(dtype);
+  const auto choose_from = [&](const std::vector<collective::Choice>& table) {
+    collective::Choice chosen = collective::choose(table, kind, bytes);
+    // Another wire format is for f32 tensors; other tensors travel as they are. Integers with a shared scale can only
+    // be summed.
+    const bool as_integers = chosen.wire == static_cast<int>(DType::i32) || chosen.wire == static_cast<int>(DType::i8);
+    if (dtype != DType::f32 || chosen.wire < 0 || (as_integers && reduce != kernels::ReduceOp::sum)) {
+      chosen.wire = static_cast<int>(dtype);
+    }
+    return chosen;
+  };
+  const collective::Choice chosen = choose_from(options_.table);
+  const auto is_by_switch = [](AlgorithmId algorithm) {
+    return algorithm == AlgorithmId::in_network || algorithm == AlgorithmId::split;
+  };
+  if (beyond_profile_.empty() || !(is_by_switch(chosen.algorithm) || is_by_switch(chosen.between)) ||
+      collective::in_hardware_profile(kind, static_cast<DType>(chosen.wire), reduce)) {
+    return chosen;
   }
-  return chosen;
+  return choose_from(beyond_profile_);
 }
 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,

@@ -31,6 +31,7 @@ class MortalSwitch:
     answers(worker, chunk): whether the worker ever gets that chunk's result.
     stalls_at: where `answers` keeps results back, it also dies when so many chunks are complete and each worker that
     lacks a result has asked for it in vain ASKS times since the last chunk came to be complete; None: it lives on.
+    hardware: it names the hardware profile.
     """
 
     def __init__(
@@ -42,10 +43,14 @@ class MortalSwitch:
         answers: Callable[[int, int], bool] = lambda worker, chunk: True,
         stalls_at: int | None = None,
         port: int = 0,
+        hardware: bool = False,
     ) -> None:
         self.stalls_at = stalls_at
         self.window, self.payload_bytes = window, payload_bytes
         self.lives_for, self.answers = lives_for, answers
+        self.hardware = hardware
+        self.reductions: set[tuple[int, int]] = set()  # wire and operator of all contributions
+        self.joins = 0
         self.complete = 0
         self.dead = threading.Event()
         self.incarnation = random.getrandbits(32)
@@ -119,6 +124,9 @@ class MortalSwitch:
                     self._start(self._add, job)
             admitted = {"job_id": job.id, "incarnation": self.incarnation, "worker": job.ranks.index(rank), "nonce": 1}
             admitted |= {"version": control_messages.VERSION, "port": job.port.getsockname()[1]}
+            if self.hardware:
+                admitted |= {"profile": "hardware", "payload_bytes": self.payload_bytes}
+            self.joins += 1
             control_messages.send(stream, {"type": "admitted", **admitted})
             while True:
                 message = control_messages.receive(stream)
@@ -150,6 +158,7 @@ class MortalSwitch:
                 addresses[header.worker] = source
                 job.port.sendto(packet, source)
                 continue
+            self.reductions.add((header.wire, header.reduce))
             outcome, _, slot, chunk, worker, _ = job.machine.handle_packet(packet)
             if outcome == "completed":
                 self.complete += 1

@@ -80,6 +80,18 @@ def switch(
             "repeat it for several (docs/how-to/fabric.md)."
         ),
     ] = None,
+    dataplane: Annotated[
+        str,
+        typer.Option(
+            help="user: threads of this process. bmv2: a P4 pipeline, native/p4/netfold.p4 in bmv2's simple_switch "
+            "(docs/reference/hardware-profile.md); needs --pipeline and --hosts."
+        ),
+    ] = "user",
+    pipeline: Annotated[str | None, typer.Option(help="The Thrift server of the simple_switch, host:port.")] = None,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(help="A JSON file: by the IPv4 address of each host its mac and its port of the pipeline."),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -101,6 +113,7 @@ def switch(
         return
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
+    from netfold.switch.bmv2 import Bmv2
     from netfold.switch.http import HttpServer
     from netfold.switch.log import LogfmtFormatter, RateLimit, event
     from netfold.switch.parent import Parent
@@ -124,6 +137,10 @@ def switch(
         pinned = _parse_cores(cores)
         if pinned and threads not in (1, len(pinned)):
             raise ValueError(f"--threads {threads} and --cores {cores}: each core has one thread; leave out --threads")
+        if dataplane not in ("user", "bmv2"):
+            raise ValueError(f"--dataplane {dataplane!r} is not user or bmv2")
+        if (dataplane == "bmv2") != (pipeline is not None) or (pipeline is None) != (hosts is None):
+            raise ValueError("--dataplane bmv2 needs --pipeline and --hosts, and no other data plane has them")
         tokens = None if token_file is None else Tokens.read(token_file)
         if parent is None and parent_token_file is not None:
             raise ValueError("--parent-token-file needs --parent")
@@ -140,6 +157,7 @@ def switch(
             cores=pinned,
             busy_poll_s=busy_poll,
             fabrics=fabric or (),
+            pipeline=None if pipeline is None or hosts is None else Bmv2.open(pipeline, hosts),
         )
         web = (
             None

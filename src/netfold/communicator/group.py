@@ -181,6 +181,13 @@ class Group:
         )
         if membership.window_shortfall and self.rank == membership.workers[0]:
             log.warning("the switch at %s: %s", membership.endpoint, membership.window_shortfall)
+        if membership.hardware and self.rank == membership.workers[0]:
+            log.info(
+                "the switch at %s has the hardware profile: it sums integers of 32 bits (of f32 tensors with "
+                "NETFOLD_WIRE_DTYPE=i32), finds their maximum, and moves tensors; what else a group reduces goes by "
+                "host algorithms",
+                membership.endpoint,
+            )
         table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
         membership.attach(self._native, startup.native_rows(table), table.hash16)
         return Recovery(

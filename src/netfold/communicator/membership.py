@@ -27,7 +27,7 @@ from netfold.bootstrap.tree import StartTree
 from netfold.communicator.switch_tree import path_message, trees_of
 from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
 from netfold.errors import RendezvousError, SwitchError
-from netfold.switch_protocol import packet_keys
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.control_client import GRACE_S, ControlClient, SwitchAccess, UnreachableError, connected
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 from netfold.switch_protocol.data_path import PathError, open_path
@@ -57,6 +57,7 @@ class Membership:
         self.window_shortfall = ""  # why the window is smaller than it should be, and what to set; else empty
         self.authenticated = client.authenticated  # packets carry MACs
         self.encrypts = False  # packets with values are encrypted
+        self.hardware = False  # the switch has the hardware profile
         self.generation = 0  # unique to this membership (collective::Channel::generation)
         self._client = client
         self._port: DataPort | None = None
@@ -95,6 +96,7 @@ class Membership:
             **({"ranks": list(access.workers)} if tree is None else {"tree": tree}),
             "window_bytes": access.window_bytes,
             "timeout_s": timeout_s,
+            "profiles": [control_messages.HARDWARE],
         }
         if access.security == "encrypt":
             message["encrypt"] = True
@@ -115,6 +117,7 @@ class Membership:
             admitted = client.expect("admitted", deadline, is_first=True)
             packet_keys.check_admitted(admitted, pinned=self.authenticated, encrypt=message.get("encrypt", False))
             self.encrypts = bool(admitted.get("encrypt", False))
+            self.hardware = admitted.get("profile") == control_messages.HARDWARE
             ready = path.connect(client.remote_host, admitted, deadline)
         except PathError:
             # A switch that has ended the job answers none of its packets, and has sent the reason as a refusal.
@@ -149,7 +152,7 @@ class Membership:
 
     def attach(self, native: Any, table: Sequence[tuple[int, int, int, int, int]], table_hash: int) -> None:
         """Give the data port to a native group that has none. table, table_hash: without a switch, and its hash."""
-        native.attach(self._port, **self._attach_arguments, table=table, table_hash=table_hash)
+        native.attach(self._port, **self._attach_arguments, table=table, table_hash=table_hash, hardware=self.hardware)
         self._port = None
 
     def stand_by(self, native: Any) -> None:

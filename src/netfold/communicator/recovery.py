@@ -119,6 +119,7 @@ class Recovery:
         self._lock = threading.Lock()
         self._memberships = {membership.generation: membership}
         self._joined: Membership | None = None  # the one that does not stand by yet
+        self._hardware = membership.hardware
         self._machine = RecoveryMachine(
             self._rank, self._workers, self, membership.generation, membership.window, rejoin_s=rejoin_s
         )
@@ -430,6 +431,12 @@ class Recovery:
             membership = Membership.join(self._access, job=digest, tree=tree, timeout_s=join_s, endpoint=self._endpoint)
         except SwitchError as error:
             why = str(error)
+            return self._run_event(lambda: self._machine.handle_joined(0, 0, why))
+        if membership.hardware != self._hardware:
+            # Which operations a switch can reduce is known to the native group, and must not change.
+            membership.leave("its group had a switch with another profile")
+            profile = "the hardware profile" if membership.hardware else "the full protocol"
+            why = f"the switch at {membership.endpoint} now has {profile}, and this group began with the other"
             return self._run_event(lambda: self._machine.handle_joined(0, 0, why))
 
         def joined() -> list[Action]:

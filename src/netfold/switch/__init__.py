@@ -7,6 +7,7 @@
   job_lifecycle    a job from its assembly to its end
   tree_session     the parent's side of a job: this switch as a worker of its parent
   ledger, quota    memory and slots, by tenant
+  bmv2             a P4 pipeline that reduces in place of the native data plane; thrift_client talks to it
 
 Control is Python (asyncio, one task a connection). Packets never pass through it: the native data plane
 (`native/dataplane`) handles them. May import netfold.switch_protocol and the native extension.

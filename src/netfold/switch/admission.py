@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold._native import auth, fabric, protocol
+from netfold.switch.bmv2 import MAX_WORKERS, Bmv2
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
@@ -73,6 +74,7 @@ class Join:
     window_bytes: int | None
     timeout_s: float
     encrypt: bool
+    speaks_hardware: bool  # the hardware profile
 
     @classmethod
     def parse(cls, message: control_messages.Message) -> Join:
@@ -99,8 +101,22 @@ class Join:
         encrypt = message.get("encrypt", False)
         if not isinstance(encrypt, bool):
             raise control_messages.ProtocolError(f"join with encrypt {str(encrypt)[:80]!r}")
+        profiles = message.get("profiles", ())
+        speaks_hardware = isinstance(profiles, list) and control_messages.HARDWARE in profiles
         return cls(
-            name, label, rank, ranks, port, address, tree, switch, endpoint, window_bytes, float(seconds), encrypt
+            name,
+            label,
+            rank,
+            ranks,
+            port,
+            address,
+            tree,
+            switch,
+            endpoint,
+            window_bytes,
+            float(seconds),
+            encrypt,
+            speaks_hardware,
         )
 
     @property
@@ -125,6 +141,7 @@ class Admission:
     parent: reduces further for jobs with workers beyond this switch.
     fabrics: providers over which packets may come, beside UDP.
     tagged: whether data packets carry a MAC.
+    pipeline: reduces in place of the data planes, which then only serve hellos.
     host: where the switch listens. With a wildcard, data ports listen on all addresses too, and answer each worker
         from the address that the worker connected to.
     """
@@ -139,6 +156,7 @@ class Admission:
         *,
         tagged: bool,
         host: str,
+        pipeline: Bmv2 | None,
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
@@ -146,6 +164,7 @@ class Admission:
         self._parent = parent
         self._fabrics = fabrics
         self._tagged = tagged
+        self._pipeline = pipeline
         self._listens_everywhere = _is_unspecified(host)
 
     def tenant(self, message: control_messages.Message) -> Tenant:
@@ -206,7 +225,8 @@ class Admission:
             except fabric.FabricError as error:
                 raise RefusedError("fabric", f"rank {join.rank} is nowhere on the fabric: {error}") from None
         where = address if contributor.switch is None else join.endpoint or address
-        member = job.members[number] = Member(number, contributor, writer, where)
+        udp = None if join.port is None else (str(writer.get_extra_info("peername")[0]), join.port)
+        member = job.members[number] = Member(number, contributor, writer, where, udp)
         return job, member
 
     def _open(self, join: Join, tenant: Tenant, writer: asyncio.StreamWriter) -> Job:
@@ -217,6 +237,8 @@ class Admission:
             )
         position = self._position(join)
         size = len(position.contributors)
+        if self._pipeline is not None:
+            _check_profile(join, position, self._pipeline)
         self._ledger.check_quota(tenant, size)
         limit_bytes = self._ledger.limits.window_bytes
         window_bytes = limit_bytes if join.window_bytes is None else min(join.window_bytes, limit_bytes)
@@ -306,6 +328,26 @@ class Admission:
                 "tree", "this switch has no parent (--parent), and the job has workers that are not below it"
             )
         return position
+
+
+def _check_profile(join: Join, position: TreePosition, pipeline: Bmv2) -> None:
+    """Raise RefusedError where a pipeline cannot serve the job of `join`."""
+    if not join.speaks_hardware:
+        raise RefusedError(
+            "profile",
+            f"rank {join.rank} speaks the full aggregation protocol only, and this switch is a P4 pipeline with the "
+            "hardware profile (--dataplane bmv2): update netfold on the worker, or use a switch with --dataplane user",
+        )
+    if join.port is None:
+        raise RefusedError("profile", f"this switch is a P4 pipeline, which takes packets over UDP and not {join.over}")
+    if position.parent is not None or any(each.switch is not None for each in position.contributors):
+        raise RefusedError("profile", "this switch is a P4 pipeline, which cannot be part of a tree of switches")
+    if len(position.contributors) > MAX_WORKERS:
+        raise RefusedError(
+            "bound",
+            f"this switch is a P4 pipeline, whose jobs have at most {MAX_WORKERS} workers, not "
+            f"{len(position.contributors)}",
+        )
 
 
 def _check_same(job: Job, join: Join, tenant: Tenant) -> None:

@@ -8,6 +8,7 @@ import logging
 
 from netfold.switch.acceptor import Connection
 from netfold.switch.admission import Admission, check_version
+from netfold.switch.bmv2 import Bmv2
 from netfold.switch.control_io import TIMEOUTS, read, send
 from netfold.switch.echo import open_echo
 from netfold.switch.job import MAX_REASON, Departure, Job, Member, RefusedError, labelled, record_left
@@ -25,6 +26,7 @@ class ControlSessions:
 
     buffer: the socket buffer that a job of this switch gets.
     listens: host and port of this switch.
+    pipeline: reduces in place of the data planes; None where they do.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class ControlSessions:
         root_path: RootPath,
         buffer: ReceiveBuffer,
         listens: tuple[str, int],
+        pipeline: Bmv2 | None,
     ) -> None:
         self._admission, self._ledger, self._jobs, self._root_path = admission, ledger, jobs, root_path
         self._buffer = buffer
         self.listens = listens
+        self._pipeline = pipeline
 
     async def serve(self, connection: Connection) -> None:
         """Serve a connection to its end; a refusal is counted, logged and sent."""
@@ -155,6 +159,8 @@ class ControlSessions:
         }
         if job.secrets:
             admitted |= {"secret": job.secrets[number], "result_secret": job.result_secret, "encrypt": job.encrypts}
+        if self._pipeline is not None:
+            admitted |= {"profile": control_messages.HARDWARE, "payload_bytes": self._pipeline.payload_bytes}
         return admitted
 
     async def _handle(self, job: Job, member: Member, message: control_messages.Message) -> None:

@@ -16,6 +16,7 @@ from netfold._native.dataplane import DataPlane
 from netfold._native.transport import granted_receive_buffer
 from netfold.switch.acceptor import Acceptor
 from netfold.switch.admission import Admission
+from netfold.switch.bmv2 import Bmv2
 from netfold.switch.certificate import server_context
 from netfold.switch.control_session import ControlSessions
 from netfold.switch.fabrics import Fabrics
@@ -44,6 +45,7 @@ class Switch:
     cores: one core for each thread to run on; empty for any.
     busy_poll_s: how long a thread polls for packets after the last one before it sleeps.
     fabrics: libfabric providers over which packets may come, beside UDP.
+    pipeline: a P4 pipeline that reduces in place of the threads, with the hardware profile of the protocol.
 
     Raises ValueError for options that contradict each other or are unavailable on this host, OSError where the
     certificate cannot be stored.
@@ -63,7 +65,18 @@ class Switch:
         cores: Sequence[int] = (),
         busy_poll_s: float = 0.0,
         fabrics: Sequence[str] = (),
+        pipeline: Bmv2 | None = None,
     ) -> None:
+        if pipeline is not None and (tokens is not None or parent is not None or fabrics):
+            raise ValueError(
+                "--dataplane bmv2 is a pipeline, which checks no MAC, has no parent and takes packets over UDP alone: "
+                "leave out --token-file, --parent and --fabric, and pass --open for a network whose hosts are trusted"
+            )
+        if pipeline is not None and not pipeline.leads_to(host):
+            raise ValueError(
+                f"--dataplane bmv2 needs an address of --listen to which the pipeline forwards packets, and {host} is "
+                "not in the file of --hosts"
+            )
         if tokens is not None and open_to_all:
             raise ValueError("--open turns tokens and TLS off, and --token-file needs both: give one of the two")
         if tokens is None and state_dir is not None:
@@ -97,12 +110,20 @@ class Switch:
         self.incarnation = secrets.randbits(32)
         self._parent = parent
         admission = Admission(
-            self._ledger, self.incarnation, tokens, parent, self._fabrics, tagged=self.authenticated, host=host
+            self._ledger,
+            self.incarnation,
+            tokens,
+            parent,
+            self._fabrics,
+            tagged=self.authenticated,
+            host=host,
+            pipeline=pipeline,
         )
-        self._jobs = JobLifecycle(self._ledger, self.incarnation)
+        self._pipeline = pipeline
+        self._jobs = JobLifecycle(self._ledger, self.incarnation, pipeline, host)
         self._root_path = RootPath(self.incarnation, parent)
         self._sessions = ControlSessions(
-            admission, self._ledger, self._jobs, self._root_path, self.buffer, (host, port)
+            admission, self._ledger, self._jobs, self._root_path, self.buffer, (host, port), pipeline
         )
         self._acceptor = Acceptor(host, port, context, self._sessions.serve)
         self._started_s = time.monotonic()
@@ -112,6 +133,13 @@ class Switch:
         self._sessions.listens = self._acceptor.start()
         endpoint = control_messages.format_endpoint(*self._sessions.listens)
         self._log_buffer()
+        if self._pipeline is not None:
+            what = (
+                f"the pipeline at {self._pipeline.endpoint} reduces, with the hardware profile: "
+                f"{self._pipeline.payload_bytes // 4} values a packet, {self._pipeline.slots} slots; packets carry no "
+                "MAC, since a pipeline can check none, so every host on the network must be trusted"
+            )
+            event(logging.WARNING, "pipeline", what, address=self._pipeline.endpoint)
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
             event(logging.WARNING, "open", what, address=endpoint)
@@ -162,6 +190,8 @@ class Switch:
         for job in list(self._ledger.jobs.values()):
             await self._jobs.end(job, "draining", f"the switch is shutting down: {reason}")
         await self._acceptor.stop()
+        if self._pipeline is not None:
+            self._pipeline.close()
         self._root_path.stop()
         await self._jobs.stop()
 
@@ -172,6 +202,9 @@ class Switch:
         readings = await asyncio.gather(*(asyncio.to_thread(plane.read) for plane in ledger.planes))
         counters = {job: counted for _, jobs in readings for job, counted in jobs.items()}
         jobs = list(ledger.jobs.values())
+        for job in jobs:
+            if job.id in counters:
+                counters[job.id] = job.with_pipeline(counters[job.id])
         parent = None
         if self._parent is not None:
             below = sum(job.link is not None for job in jobs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from netfold._native.dataplane import DataPlane
+from netfold.switch.bmv2 import Bmv2, PipelineError
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
 from netfold.switch.tree import TreePosition
@@ -40,6 +41,7 @@ class Member:
     contributor: Contributor
     writer: asyncio.StreamWriter
     address: str  # of a rank: the peer of its connection; of a switch: the endpoint where it listens
+    udp: tuple[str, int] | None  # host and port that its packets come from; None on a fabric
     payload_bytes: int = 0  # 0 until it is ready
     window: int | None = None  # of a switch: the most chunks that it can grant
     open_queries: int = 0  # `stragglers` queries of this member that have no reply yet
@@ -100,6 +102,7 @@ class Job:
     deadline: float  # of the assembly, in seconds from `created`
     created: float  # time.monotonic()
     members: dict[int, Member] = field(default_factory=dict)  # by number at this switch
+    pipeline: Bmv2 | None = None  # that reduces for the job in place of `plane`, since it began
     link: Link | None = None  # to the parent
     parent_task: asyncio.Task[None] | None = None  # runs the job's TreeSession
     departures: list[Departure] = field(default_factory=list)  # that are not announced yet
@@ -138,6 +141,30 @@ class Job:
     def buffer_bytes(self) -> int:
         """Memory for packets in flight; 0 over UDP, where the kernel buffers them."""
         return 0 if self.fabric is None else int(self.fabric["buffer_bytes"])
+
+    def counters(self) -> dict[str, Any] | None:
+        """The job's counters; None where the data plane no longer has it. Waits for the data plane's thread."""
+        counted: dict[str, Any] | None = self.plane.counters(self.id)
+        return counted if counted is None else self.with_pipeline(counted)
+
+    def with_pipeline(self, counted: dict[str, Any]) -> dict[str, Any]:
+        """Add what the pipeline has counted to the counters of the data plane, which served the hellos."""
+        if self.pipeline is None:
+            return counted
+        try:
+            own = self.pipeline.counters(self.id)
+        except PipelineError:  # the job's workers notice it themselves
+            return counted
+        drops = {reason: count + own[reason] for reason, count in counted["drops"].items()}
+        named = ("contributions", "results", "results_resent", "mismatches")
+        sent = own["results"] * self.size + own["results_resent"]
+        return {**counted, **{name: own[name] for name in named}, "results_sent": sent, "drops": drops}
+
+    def missing(self, chunk: int) -> list[int]:
+        """The numbers of the members whose contribution to `chunk` has not come. Raises PipelineError."""
+        if self.pipeline is not None:
+            return self.pipeline.missing(self.id, chunk)
+        return list(self.plane.missing(self.id, chunk))
 
     def data_address_of(self, number: int) -> dict[str, Any]:
         """The fields of `admitted` that tell a worker where to send its packets."""

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from netfold._native import protocol
+from netfold.switch.bmv2 import MAX_WINDOW, Bmv2, PipelineError, PipelineJob, PipelineMember
 from netfold.switch.control_io import abort, send, send_encoded, send_nowait
 from netfold.switch.job import Departure, Job, Member, RefusedError, described, labelled
 from netfold.switch.ledger import Ledger, retransmissions
@@ -29,13 +30,16 @@ class JobLifecycle:
     """The changes of state of all jobs of one switch.
 
     incarnation: the switch's id, new with each start of the process.
+    pipeline: reduces in place of the data planes; None where they do.
+    host: where workers send packets to the pipeline.
     tasks: the background tasks of jobs; they end with their job, or when `stop` cancels them.
     """
 
-    def __init__(self, ledger: Ledger, incarnation: int) -> None:
+    def __init__(self, ledger: Ledger, incarnation: int, pipeline: Bmv2 | None, host: str) -> None:
         self.incarnation = incarnation
         self.tasks: set[asyncio.Task[Any]] = set()
         self._ledger = ledger
+        self._pipeline, self._host = pipeline, host
         # An incarnation never gives an epoch twice, not even to a job of the same name.
         self._next_epoch = 1
 
@@ -80,11 +84,12 @@ class JobLifecycle:
     async def ready(self, job: Job, member: Member, message: control_messages.Message) -> None:
         """Record the payload and window that `member` found on its data path; begin when all members are ready."""
         payload = message.get("payload_bytes")
-        if (
-            not isinstance(payload, int)
-            or payload % 8
-            or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
-        ):
+        least = MIN_PAYLOAD_BYTES
+        if self._pipeline is not None:
+            least = self._pipeline.payload_bytes
+            if payload != least:
+                raise control_messages.ProtocolError(f"ready with payload_bytes {payload!r}, and not {least}")
+        if not isinstance(payload, int) or payload % 8 or not least <= payload <= protocol.MAX_PAYLOAD_BYTES:
             raise control_messages.ProtocolError(f"ready with payload_bytes {payload!r}")
         if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
             raise control_messages.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
@@ -112,6 +117,8 @@ class JobLifecycle:
         except RefusedError as refusal:
             await self.end(job, refusal.kind, str(refusal))
             return
+        if self._pipeline is not None:
+            window = min(window, MAX_WINDOW)
         # All switches of a tree use one window: the smallest that any of them can grant.
         window = min([window, *(member.window for member in job.members.values() if member.window is not None)])
         if link is None:
@@ -133,6 +140,14 @@ class JobLifecycle:
         if job.link is not None:
             parent_job, incarnation, worker = job.link.identity
             parent = (parent_job, parent_epoch, incarnation, worker)
+        if self._pipeline is not None:
+            try:
+                self._install(self._pipeline, job, epoch, window)
+            except PipelineError as error:
+                await self.end(job, "pipeline", str(error))
+                return
+            self._tell_start(job, epoch, payload, window)
+            return
         try:
             job.plane.begin(
                 job=job.id,
@@ -150,6 +165,22 @@ class JobLifecycle:
         except ValueError as error:
             await self.end(job, "absent", str(error))
             return
+        self._tell_start(job, epoch, payload, window)
+
+    def _install(self, pipeline: Bmv2, job: Job, epoch: int, window: int) -> None:
+        """Let the pipeline reduce for `job`. Raises PipelineError."""
+        assert job.port is not None, "a pipeline's jobs have a UDP port"
+        members = [
+            PipelineMember(*member.udp, job.position.contributors[number].worker)
+            for number, member in sorted(job.members.items())
+            if member.udp is not None
+        ]
+        # In the daemon's loop, for 20 to 50 ms: no member may leave before the job has begun.
+        pipeline.install(PipelineJob(job.id, epoch, self.incarnation, self._host, job.port, window, members))
+        job.pipeline = pipeline
+
+    def _tell_start(self, job: Job, epoch: int, payload: int, window: int) -> None:
+        """Tell all members that the job has begun in the data plane."""
         self._ledger.started(job, epoch)
         if job.timer is not None:
             job.timer.cancel()

@@ -5,6 +5,7 @@ Invariants: the grants of a tenant fit into its quota; a removed job releases ev
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold._native.dataplane import DataPlane
+from netfold.switch.bmv2 import PipelineError
 from netfold.switch.job import Job, RefusedError
 from netfold.switch.quota import Limits, Quota, fitting_window, quota_of
 from netfold.switch.tokens import Tenant
@@ -129,8 +131,11 @@ class Ledger:
 
     def remove(self, job: Job) -> dict[str, Any] | None:
         """Release everything; return the job's counters, or None where the data plane no longer has the job."""
-        counters: dict[str, Any] | None = job.plane.counters(job.id)
+        counters = job.counters()
         job.plane.close(job.id)
+        if job.pipeline is not None:
+            with contextlib.suppress(PipelineError):  # a pipeline that is gone holds nothing
+                job.pipeline.remove(job.id)
         del self.jobs[job.name]
         self._ids.discard(job.id)
         self._memory_bytes -= job.memory_bytes

@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from netfold.switch.bmv2 import PipelineError
 from netfold.switch.control_io import TIMEOUTS, abort, send
 from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
@@ -91,8 +92,13 @@ async def _shared(job: Job, key: Any, work: Coroutine[Any, Any, list[int] | None
 
 
 async def _missing(job: Job, chunk: int) -> list[int] | None:
+    if job.pipeline is not None:
+        try:
+            return job.missing(chunk)
+        except PipelineError:
+            return None
     # Waits for one iteration of the data-plane thread, which must not block the daemon's loop.
-    return list(await asyncio.to_thread(job.plane.missing, job.id, chunk))
+    return await asyncio.to_thread(job.missing, chunk)
 
 
 async def _query(job: Job, other: Member | Link, chunk: int) -> list[int] | None:

@@ -23,11 +23,14 @@ changes.
                                  fabric                      (provider, name, tag: instead of the port, for packets
                                                               over a fabric; tag: of packets to this worker)
                                  encrypt                     (true: packets with values are to be encrypted)
+                                 profiles                    (`hardware`, where the worker also speaks that profile)
     switch -> worker   admitted  version, job_id, incarnation, worker, nonce, port   (send hello packets to that UDP
                                                                port as that worker)
                                  fabric                      (name, tag, packet_bytes: instead of the port)
                                  secret, result_secret       (inside TLS only: for the keys of packets)
                                  encrypt                     (inside TLS only: whether values in packets are encrypted)
+                                 profile, payload_bytes      (`hardware`, and the one length of a packet's values: the
+                                                              switch is a pipeline)
                        refused   reason                      (version: in reply to a first message; switch: the
                                                               address of a lost switch; loop: parents form a circle)
     worker -> switch   ready     payload_bytes                              (the longest that the switch returned)
@@ -95,6 +98,9 @@ FABRIC_PAYLOAD_BYTES = 32768
 # Longest file of tokens.
 MAX_PRIVATE_BYTES = 1 << 20
 _TOKEN = re.compile(r"[\w+/=.-]{32,256}", re.ASCII)
+
+# The profile of the aggregation protocol that a switch in hardware can have: docs/reference/hardware-profile.md.
+HARDWARE = "hardware"
 
 Message = dict[str, Any]
 

@@ -108,8 +108,13 @@ class _Udp:
 
     def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         self._port.connect(host, int(admitted["port"]))
-        for payload in control_messages.PAYLOAD_CANDIDATES:
-            last = payload == control_messages.PAYLOAD_CANDIDATES[-1]
+        candidates: tuple[int, ...] = control_messages.PAYLOAD_CANDIDATES
+        if admitted.get("profile") == control_messages.HARDWARE:
+            candidates = (int(admitted["payload_bytes"]),)
+            if candidates[0] % 8 or not 0 < candidates[0] <= protocol.MAX_PAYLOAD_BYTES:
+                raise ValueError(f"packets of {candidates[0]} bytes of values")
+        for payload in candidates:
+            last = payload == candidates[-1]
             seconds = _LAST_S if last else control_messages.PROBE_S
             if _hello(self.port, admitted, payload, deadline, seconds) is not None:
                 return {"payload_bytes": payload}

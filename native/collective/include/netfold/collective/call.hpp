@@ -137,6 +137,9 @@ struct Choice {
 };
 // The table's row for such a call.
 Choice choose(const std::vector<Choice>& table, Kind kind, std::uint64_t bytes);
+// Whether a switch of the hardware profile (docs/reference/hardware-profile.md) can reduce such a call, whose values
+// travel as `wire`. All packets of a call that is quantised to i32 are in the profile too.
+bool in_hardware_profile(Kind kind, kernels::DType wire, kernels::ReduceOp reduce);
 
 // A collective that passed its deadline on the rank that gave up first. Both values are the same on every rank that
 // waited for the same reason.

@@ -81,9 +81,10 @@ class Group {
   static void set_interrupts(Interrupts interrupts);
 
   // Attach a switch; before the first operation, once for each fallback mesh. An operation in the network uses all
-  // attached switches at once. `choices`: the choice table while this switch is lost; `table`: its hash.
+  // attached switches at once. `choices`: the choice table while this switch is lost; `table`: its hash. `hardware`: the
+  // switch has the hardware profile; what the profile cannot reduce is for the algorithms of `choices`.
   void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Choice> choices,
-              std::uint16_t table);
+              std::uint16_t table, bool hardware);
   // Replace the table, or the rates and parts of `split`. Every rank does so between the same two operations, before
   // the first that uses them. Clears the event records: they do not hold the operations that led to a table.
   void set_table(std::vector<collective::Choice> table, std::uint16_t hash);
@@ -110,7 +111,7 @@ class Group {
   // `Interrupts` end the wait, the group fails, and the operation is done on return.
   bool wait(const Operation& operation, std::int64_t timeout_ns);
 
-  // The choice table's row for such a call.
+  // The choice table's row for such a call, or that of the table without a switch for what the switch cannot reduce.
   collective::Choice choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce,
                             std::uint64_t bytes) const;
 
@@ -275,6 +276,8 @@ class Group {
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes_;
   const bool needs_progress_;  // the pipes need polls to send what they took
   std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
+  // Of a switch with the hardware profile: the choice table for what it cannot reduce; else empty.
+  std::vector<collective::Choice> beyond_profile_;
   std::unique_ptr<transport::ShmNode> node_;
   std::unique_ptr<collective::Shares> shares_;
   StatusPublisher status_;

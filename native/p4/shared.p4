@@ -1,0 +1,346 @@
+// Independent of the architecture: packets, a packet's checks, and how an answer is addressed. No extern is used.
+#ifndef NETFOLD_SHARED_P4
+#define NETFOLD_SHARED_P4
+
+#include "values.p4"
+
+// Slots of all jobs together; a job has a power of two of them.
+#ifndef NETFOLD_SLOTS
+#define NETFOLD_SLOTS 4096
+#endif
+// Jobs at once, and workers of a job at this switch.
+#define NETFOLD_JOBS 16
+#define NETFOLD_WORKERS 32
+
+typedef bit<48> mac_t;
+typedef bit<32> ip_t;
+typedef bit<9> port_t;
+
+const bit<16> TYPE_IPV4 = 0x0800;
+const bit<8> PROTOCOL_UDP = 17;
+const bit<24> MAGIC_AND_VERSION = 0x4e4601;
+const bit<16> UDP_BYTES = 8 + 48 + 4 * NETFOLD_VALUES;
+
+const bit<8> FROM_SWITCH = 1;
+const bit<8> MISMATCH = 4;
+
+const bit<8> U8 = 8;
+const bit<8> U16 = 9;
+const bit<8> I32 = 6;
+const bit<8> U32 = 10;
+const bit<8> U64 = 11;
+const bit<8> SUM = 0;
+const bit<8> MAX = 3;
+const bit<8> BOR = 5;
+
+// What became of a packet. 1 to 12 are the drop reasons of native/protocol (packet.hpp), with their numbers. The index
+// of a counter is the job's index * 16 + the outcome.
+typedef bit<4> outcome_t;
+const outcome_t STORED = 0;
+const outcome_t MALFORMED = 1;
+const outcome_t FOREIGN = 3;
+const outcome_t INCARNATION = 4;
+const outcome_t EPOCH = 5;
+const outcome_t WORKER = 6;
+const outcome_t SOURCE = 7;
+const outcome_t STALE = 10;
+const outcome_t DUPLICATE = 11;
+const outcome_t WINDOW = 12;
+const outcome_t COMPLETED = 13;
+const outcome_t RESENT = 14;
+const outcome_t DISAGREES = 15;
+
+header ethernet_t {
+  mac_t dst;
+  mac_t src;
+  bit<16> type;
+}
+
+header ipv4_t {
+  bit<4> version;
+  bit<4> ihl;
+  bit<8> tos;
+  bit<16> length;
+  bit<16> id;
+  bit<16> fragment;
+  bit<8> ttl;
+  bit<8> protocol;
+  bit<16> checksum;
+  ip_t src;
+  ip_t dst;
+}
+
+header udp_t {
+  bit<16> src;
+  bit<16> dst;
+  bit<16> length;
+  bit<16> checksum;
+}
+
+
+// docs/reference/protocol.md
+header netfold_t {
+  bit<16> magic;
+  bit<8> version;
+  bit<8> flags;
+  bit<32> job;
+  bit<32> epoch;
+  bit<32> incarnation;
+  bit<64> chunk;
+  bit<64> packet_number;
+  bit<32> operation;
+  bit<32> elements;
+  bit<16> worker;
+  bit<16> count;
+  bit<8> wire;
+  bit<8> reduce;
+  bit<16> choices;
+}
+
+#define FIELD(i) bit<32> v##i;
+header values_t {
+  EACH(FIELD)
+}
+#undef FIELD
+
+struct headers_t {
+#ifdef NETFOLD_BRIDGE
+  NETFOLD_BRIDGE bridge;  // for egress, where an architecture carries no metadata there
+#endif
+  ethernet_t ethernet;
+  ipv4_t ipv4;
+  udp_t udp;
+  netfold_t netfold;
+  values_t values;
+}
+
+// A job as the control plane granted it.
+struct job_t {
+  bit<16> index;  // among this switch's jobs
+  bit<32> id;
+  bit<32> epoch;
+  bit<32> incarnation;
+  bit<16> workers;
+  bit<32> all;   // the bits of all workers
+  bit<32> base;  // its first slot
+  bit<32> mask;  // its slots - 1
+  bit<16> group;  // multicast group of its workers
+}
+
+struct metadata_t {
+  job_t job;
+  port_t port;       // where the packet came in
+  bit<32> member;    // the sender's bit
+  bit<16> name;      // the sender's number in the whole job
+  bit<16> most;      // values of this wire type that a packet holds
+  bit<8> operator;   // SUM, MAX or BOR
+  bit<32> slot;
+  outcome_t outcome;
+  bit<1> disagrees;  // the answer is a mismatch
+  // Of a mismatch, for its sender: the call of the worker that contributed first.
+  bit<32> operation;
+  bit<32> elements;
+  bit<16> count;
+  bit<8> wire;
+  bit<8> reduce;
+  bit<16> choices;
+  bit<16> first;
+  bit<16> sender;
+}
+
+// Extracts a contribution as far as `values`, and any other packet as far as it looks like one.
+parser Headers(packet_in packet, out headers_t hdr) {
+  state start {
+    packet.extract(hdr.ethernet);
+    transition select(hdr.ethernet.type) {
+      TYPE_IPV4: ipv4;
+      default: accept;
+    }
+  }
+  state ipv4 {
+    packet.extract(hdr.ipv4);
+    transition select(hdr.ipv4.ihl, hdr.ipv4.protocol, hdr.ipv4.fragment) {
+      (5, PROTOCOL_UDP, 0 &&& 0x3fff): udp;
+      default: accept;
+    }
+  }
+  state udp {
+    packet.extract(hdr.udp);
+    transition select(hdr.udp.length) {
+      UDP_BYTES: magic;
+      default: accept;
+    }
+  }
+  state magic {
+    transition select(packet.lookahead<bit<24>>()) {
+      MAGIC_AND_VERSION: netfold;
+      default: accept;
+    }
+  }
+  state netfold {
+    packet.extract(hdr.netfold);
+    packet.extract(hdr.values);
+    transition accept;
+  }
+}
+
+// Decides whether a packet is a contribution that may count. `contributes`: whether this pipeline answers for the
+// packet; another packet is forwarded as any packet is, a hello to the control plane's host too.
+// Sets meta.outcome to STORED, or to the reason to drop the packet.
+control Check(inout headers_t hdr, inout metadata_t meta, out bool contributes) {
+  action set_job(bit<16> index, bit<32> id, bit<32> epoch, bit<32> incarnation, bit<16> workers, bit<32> all,
+                 bit<32> base, bit<32> mask, bit<16> group) {
+    meta.job.index = index;
+    meta.job.id = id;
+    meta.job.epoch = epoch;
+    meta.job.incarnation = incarnation;
+    meta.job.workers = workers;
+    meta.job.all = all;
+    meta.job.base = base;
+    meta.job.mask = mask;
+    meta.job.group = group;
+  }
+  table job {
+    key = {
+      hdr.ipv4.dst: exact;
+      hdr.udp.dst: exact;
+    }
+    actions = {
+      set_job;
+      NoAction;
+    }
+    default_action = NoAction();
+    size = NETFOLD_JOBS;
+  }
+
+  action set_member(bit<32> member, bit<16> name) {
+    meta.member = member;
+    meta.name = name;
+  }
+  // A worker's packets come from the address that it showed in its hello, and in by its own port.
+  table member {
+    key = {
+      meta.job.index: exact;
+      hdr.netfold.worker: exact;
+      hdr.ipv4.src: exact;
+      hdr.udp.src: exact;
+      meta.port: exact;
+    }
+    actions = {
+      set_member;
+      NoAction;
+    }
+    default_action = NoAction();
+    size = NETFOLD_JOBS * NETFOLD_WORKERS;
+  }
+
+  action set_operator(bit<8> operator, bit<16> most) {
+    meta.operator = operator;
+    meta.most = most;
+  }
+  // A bor of any width is one of 32 bits.
+  table operators {
+    key = {
+      hdr.netfold.wire: exact;
+      hdr.netfold.reduce: exact;
+    }
+    actions = {
+      set_operator;
+      NoAction;
+    }
+    default_action = NoAction();
+    const entries = {
+      (I32, SUM): set_operator(SUM, NETFOLD_VALUES);
+      (U32, SUM): set_operator(SUM, NETFOLD_VALUES);
+      (I32, MAX): set_operator(MAX, NETFOLD_VALUES);
+      (U8, BOR): set_operator(BOR, 4 * NETFOLD_VALUES);
+      (U16, BOR): set_operator(BOR, 2 * NETFOLD_VALUES);
+      (U32, BOR): set_operator(BOR, NETFOLD_VALUES);
+      (U64, BOR): set_operator(BOR, NETFOLD_VALUES / 2);
+    }
+  }
+
+  apply {
+    contributes = false;
+    meta.outcome = STORED;
+    if (hdr.netfold.isValid() && hdr.netfold.flags == 0) {
+      if (job.apply().hit) {
+        contributes = true;
+        meta.slot = meta.job.base + (hdr.netfold.chunk[31:0] & meta.job.mask);
+        if (hdr.netfold.worker >= meta.job.workers) {
+          meta.outcome = WORKER;
+        } else if (!member.apply().hit) {
+          meta.outcome = SOURCE;
+        } else if (hdr.netfold.job != meta.job.id) {
+          meta.outcome = FOREIGN;
+        } else if (hdr.netfold.incarnation != meta.job.incarnation) {
+          meta.outcome = INCARNATION;
+        } else if (hdr.netfold.epoch != meta.job.epoch) {
+          meta.outcome = EPOCH;
+        } else if (!operators.apply().hit) {
+          meta.outcome = MALFORMED;
+        } else if (hdr.netfold.count == 0 || hdr.netfold.count > meta.most) {
+          meta.outcome = MALFORMED;
+        }
+      }
+    }
+  }
+}
+
+// Turns a contribution into an answer from this switch, still addressed to nobody but its sender.
+control Answer(inout headers_t hdr, in metadata_t meta) {
+  apply {
+    mac_t mac = hdr.ethernet.dst;
+    hdr.ethernet.dst = hdr.ethernet.src;
+    hdr.ethernet.src = mac;
+    ip_t ip = hdr.ipv4.dst;
+    hdr.ipv4.dst = hdr.ipv4.src;
+    hdr.ipv4.src = ip;
+    hdr.ipv4.ttl = 64;
+    bit<16> port = hdr.udp.dst;
+    hdr.udp.dst = hdr.udp.src;
+    hdr.udp.src = port;
+    hdr.udp.checksum = 0;  // none: the values changed
+    hdr.netfold.flags = FROM_SWITCH;
+    if (meta.disagrees == 1) {
+      hdr.netfold.flags = FROM_SWITCH | MISMATCH;
+    }
+  }
+}
+
+// Addresses one copy of a multicast answer. `replica`: the worker that it is for.
+control Address(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
+  action set_address(mac_t mac, ip_t ip, bit<16> port) {
+    hdr.ethernet.dst = mac;
+    hdr.ipv4.dst = ip;
+    hdr.udp.dst = port;
+  }
+  table address {
+    key = {
+      meta.job.index: exact;
+      replica: exact;
+    }
+    actions = {
+      set_address;
+      NoAction;
+    }
+    default_action = NoAction();
+    size = NETFOLD_JOBS * NETFOLD_WORKERS;
+  }
+
+  apply {
+    address.apply();
+    if (meta.disagrees == 1 && replica == meta.sender) {
+      // The sender learns what the first worker asked for, and the others what the sender did.
+      hdr.netfold.operation = meta.operation;
+      hdr.netfold.elements = meta.elements;
+      hdr.netfold.count = meta.count;
+      hdr.netfold.wire = meta.wire;
+      hdr.netfold.reduce = meta.reduce;
+      hdr.netfold.choices = meta.choices;
+      hdr.netfold.worker = meta.first;
+    }
+  }
+}
+
+#endif

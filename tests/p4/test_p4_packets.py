@@ -1,0 +1,492 @@
+"""The hardware profile's pipeline, packet by packet, in bmv2's simple_switch. Needs root, simple_switch and p4c-bm2-ss.
+
+Each packet goes to the pipeline and to the software switch's machine, and both must answer with the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from load import seconds
+from p4_rig import (
+    DATA_PORT,
+    ROOT,
+    SWITCH_IP,
+    SWITCH_MAC,
+    Answer,
+    Rig,
+    compile_program,
+    connect,
+    ip_of,
+    mac_of,
+    port_of,
+    rig,
+    udp_frame,
+    why_no_pipeline,
+)
+
+from netfold._native import protocol
+from netfold.switch.bmv2 import Bmv2, Host, PipelineError, PipelineJob, PipelineMember
+
+LACK = why_no_pipeline()
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+
+WORKERS, VALUES, SLOTS, WINDOW = 3, 32, 64, 2
+JOB, EPOCH, INCARNATION = 0x80000007, 3, 0xFEED5EED
+FLAGS = protocol.FLAGS
+F32, I8, I32, U8, U16, U32, U64 = 0, 4, 6, 8, 9, 10, 11
+SUM, MIN, MAX, BOR = 0, 2, 3, 5
+OPERATORS = [(I32, SUM), (U32, SUM), (I32, MAX), (U8, BOR), (U16, BOR), (U32, BOR), (U64, BOR)]
+ELEMENT_BYTES = {F32: 4, I8: 1, I32: 4, U8: 1, U16: 2, U32: 4, U64: 8}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_program(tmp_path_factory.mktemp("p4"), VALUES, SLOTS)
+
+
+@pytest.fixture(scope="module")
+def switch(program: Path) -> Iterator[Rig]:
+    with rig(program, WORKERS + 1, "a") as started:
+        yield started
+
+
+def members(*hosts: int) -> list[PipelineMember]:
+    return [PipelineMember(ip_of(host), port_of(host), name) for name, host in enumerate(hosts)]
+
+
+def make_job(**changes: object) -> PipelineJob:
+    fields = {
+        "id": JOB,
+        "epoch": EPOCH,
+        "incarnation": INCARNATION,
+        "ip": SWITCH_IP,
+        "port": DATA_PORT,
+        "window": WINDOW,
+        "members": members(*range(WORKERS)),
+    }
+    return PipelineJob(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Both:
+    """One job, in the pipeline and in the software switch's machine."""
+
+    def __init__(self, switch: Rig, **changes: object) -> None:
+        self.rig, self.job = switch, make_job(**changes)
+        self.size = len(self.job.members)
+        self.machine = protocol.SwitchJob(
+            job=self.job.id,
+            epoch=self.job.epoch,
+            incarnation=self.job.incarnation,
+            workers=self.size,
+            window=self.job.window,
+            payload_bytes=4 * VALUES,
+            names=[member.name for member in self.job.members],
+        )
+        self.outcomes: Counter[str] = Counter()
+        self.first: dict[int, tuple[bytes, int]] = {}  # by chunk: the contribution that came first, and whose
+        self.mismatches = 0
+        switch.pipeline.install(self.job)
+
+    def packet(self, worker: int, chunk: int, values: np.ndarray, **changes: int) -> bytes:
+        header = protocol.Header()
+        wire = changes.get("wire", I32)
+        fields = {
+            "job": self.job.id,
+            "epoch": self.job.epoch,
+            "incarnation": self.job.incarnation,
+            "worker": worker,
+            "chunk": chunk,
+            "packet_number": 1,
+            "operation": chunk // 3 & 0xFFFFFFFF,
+            "elements": len(values),
+            "count": values.nbytes // ELEMENT_BYTES[wire],
+            "wire": wire,
+        }
+        for name, value in {**fields, **changes}.items():
+            setattr(header, name, value)
+        return bytes(header.pack()) + values.tobytes().ljust(4 * VALUES, b"\0")
+
+    def send(self, host: int, packet: bytes) -> str:
+        """Give the packet, which comes from the host's own address, to both; return what became of it."""
+        outcome, reason, slot, chunk, worker, _ = self.machine.handle_packet(packet)
+        frames = self.rig.send(host, udp_frame(packet, host))
+        answers = {to: [Answer(frame) for frame in came] for to, came in frames.items() if came}
+        if outcome in ("completed", "mismatch"):
+            assert sorted(answers) == list(range(self.size))
+        else:
+            assert sorted(answers) == ([host] if outcome == "resend_result" else []), (outcome, reason)
+        if outcome in ("stored", "completed"):
+            self.first.setdefault(chunk, (packet, self.job.members[worker].name))
+        if outcome == "mismatch":
+            self.mismatches += 1
+        for to, (answer,) in answers.items():
+            assert (answer.to_mac, answer.to_ip, answer.to_port) == (mac_of(to), ip_of(to), port_of(to))
+            assert (answer.from_mac, answer.from_ip, answer.from_port) == (SWITCH_MAC, SWITCH_IP, self.job.port)
+            expected = self.machine.frame(slot)
+            if outcome == "mismatch":
+                # The sender learns what the first worker asked for, and the others what the sender did.
+                about = self.first[chunk] if to == host else (packet, self.job.members[worker].name)
+                expected = self.machine.mismatch_packet(chunk, *about, self.mismatches)
+            assert answer.packet == expected
+        became = reason if outcome == "dropped" else outcome
+        self.outcomes[became] += 1
+        return became
+
+    def check_counters(self) -> None:
+        counted = self.rig.pipeline.counters(self.job.id)
+        completed = self.outcomes["completed"]
+        assert counted.pop("contributions") == self.outcomes["stored"] + completed
+        assert counted.pop("results") == completed
+        assert counted.pop("results_resent") == self.outcomes["resend_result"]
+        assert counted.pop("mismatches") == self.outcomes["mismatch"]
+        assert {reason: count for reason, count in counted.items() if count} == {
+            reason: count for reason, count in self.outcomes.items() if reason in protocol.DROPS
+        }
+
+    def remove(self) -> None:
+        self.rig.pipeline.remove(self.job.id)
+
+
+@pytest.fixture
+def both(switch: Rig) -> Iterator[Both]:
+    made = Both(switch)
+    yield made
+    made.remove()
+
+
+def draw(source: random.Random) -> np.ndarray:
+    """Values over the whole range of 32 bits."""
+    extremes = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]
+    values = [source.choice(extremes) if source.random() < 0.2 else source.getrandbits(32) for _ in range(VALUES)]
+    return np.array(values, dtype="<u4")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_of_packets_gets_the_answers_of_the_software_switch(both: Both, seed: int) -> None:
+    # Chunks far ahead, long past and twice over, in any order, with calls that differ at times: more than a network of
+    # honest workers would bring.
+    source = random.Random(seed)
+    lowest = 0
+    calls: dict[int, tuple[tuple[int, int], int]] = {}
+    for _ in range(300):
+        chunk = max(0, lowest + source.choice([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, -1, -2, 4, 5, 8]))
+        (wire, operator), count = calls.setdefault(chunk, (source.choice(OPERATORS), source.choice([VALUES, 2, 18])))
+        if source.random() < 0.04:
+            wire, operator = source.choice(OPERATORS)
+        worker = source.randrange(WORKERS)
+        packet = both.packet(worker, chunk, draw(source)[:count], wire=wire, reduce=operator)
+        if both.send(worker, packet) == "completed":
+            lowest = max(lowest, chunk)
+    both.check_counters()
+    expected = {"stored", "completed", "resend_result", "mismatch", "duplicate", "stale", "window"}
+    assert set(both.outcomes) >= expected, f"seed {seed}: {both.outcomes}"
+
+
+@pytest.mark.parametrize("wire, operator", OPERATORS)
+def test_every_operator_of_the_profile_has_the_software_switchs_bits(both: Both, wire: int, operator: int) -> None:
+    source = random.Random(wire * 16 + operator)
+    for worker in (2, 0, 1):
+        outcome = both.send(worker, both.packet(worker, 0, draw(source), wire=wire, reduce=operator))
+    assert outcome == "completed"
+
+
+def test_the_sum_of_i32_wraps(both: Both) -> None:
+    for worker in range(WORKERS):
+        both.send(worker, both.packet(worker, 0, np.array([0x7FFFFFFF, 0x80000000], dtype="<u4")))
+    result = np.frombuffer(both.machine.frame(0)[protocol.HEADER_BYTES :][:8], dtype="<i4")
+    assert result.tolist() == [3 * 0x7FFFFFFF - (1 << 32), 3 * -0x80000000 + (1 << 32)]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"job": JOB + 1}, "foreign"),
+        ({"incarnation": INCARNATION + 1}, "incarnation"),
+        ({"epoch": EPOCH - 1}, "epoch"),
+        ({"wire": I8, "reduce": 7}, "malformed"),
+        ({"count": 0}, "malformed"),
+        ({"count": VALUES + 1}, "malformed"),
+        ({"wire": U8, "reduce": BOR, "count": 4 * VALUES + 1}, "malformed"),
+        ({"chunk": 1 << 63}, "window"),
+        ({"chunk": (1 << 32)}, "window"),
+        ({"chunk": 2 * WINDOW}, "window"),
+    ],
+)
+def test_a_packet_that_cannot_count_is_dropped_with_the_software_switchs_reason(
+    both: Both, changes: dict[str, int], reason: str
+) -> None:
+    changes = dict(changes)
+    packet = both.packet(1, changes.pop("chunk", 0), np.arange(4, dtype="<u4"), **changes)
+    assert both.send(1, packet) == reason
+    both.check_counters()
+
+
+@pytest.mark.parametrize("wire, operator", [(F32, SUM), (I32, MIN)])
+def test_an_operator_beyond_the_profile_is_dropped_as_malformed(both: Both, wire: int, operator: int) -> None:
+    packet = both.packet(1, 0, np.arange(4, dtype="<u4"), wire=wire, reduce=operator)
+    assert not any(both.rig.send(1, udp_frame(packet, 1)).values())
+    assert both.rig.pipeline.counters(JOB)["malformed"] == 1
+
+
+def test_a_contribution_counts_only_from_its_workers_address_and_port_of_the_switch(both: Both) -> None:
+    packet = both.packet(1, 0, np.arange(4, dtype="<u4"))
+    outsider = WORKERS
+    forged = udp_frame(packet, 1)
+    for host, frame in [
+        (outsider, udp_frame(packet, outsider)),  # an address of no worker
+        (outsider, forged),  # the worker's address, by another port of the switch
+        (0, udp_frame(packet, 0)),  # another worker's address
+        (1, udp_frame(packet, 1, port=port_of(1) + 1)),
+    ]:
+        assert not any(both.rig.send(host, frame).values())
+    assert both.rig.pipeline.counters(JOB)["source"] == 4
+    absent = both.packet(WORKERS, 0, np.arange(4, dtype="<u4"))
+    assert not any(both.rig.send(1, udp_frame(absent, 1)).values())
+    assert both.rig.pipeline.counters(JOB)["worker"] == 1
+    assert both.rig.pipeline.missing(JOB, 0) == [0, 1, 2]
+
+
+def test_packets_that_are_no_contributions_reach_the_control_plane_unchanged(both: Both) -> None:
+    contribution = both.packet(1, 0, np.arange(4, dtype="<u4"))
+    frames = [udp_frame(both.packet(1, 0, np.arange(4, dtype="<u4"), flags=flag), 1) for flag in FLAGS.values()]
+    frames += [
+        udp_frame(contribution + b"\0" * 8, 1),
+        udp_frame(contribution[:-8], 1),
+        udp_frame(contribution[: protocol.HEADER_BYTES], 1),
+        udp_frame(b"", 1),
+        udp_frame(b"\0" + contribution[1:], 1),  # another magic
+        udp_frame(contribution, 1, fragment=0x2000),
+        udp_frame(contribution, 1, to=(SWITCH_MAC, SWITCH_IP, DATA_PORT + 1)),  # of no job
+        SWITCH_MAC + mac_of(1) + bytes.fromhex("0806") + bytes(46),
+    ]
+    for frame in frames:
+        came = both.rig.send(1, frame)
+        assert came.pop(both.rig.control_host) == [frame]
+        assert not any(came.values())
+    assert not any(both.rig.pipeline.counters(JOB).values())
+
+
+def test_a_damaged_header_of_ip_is_dropped(both: Both) -> None:
+    frame = bytearray(udp_frame(both.packet(1, 0, np.arange(4, dtype="<u4")), 1))
+    frame[14 + 8] ^= 1
+    assert not any(both.rig.send(1, bytes(frame)).values())
+    assert not any(both.rig.pipeline.counters(JOB).values())
+
+
+def test_frames_between_hosts_are_forwarded_and_those_to_nobody_known_flooded(switch: Rig) -> None:
+    to_two = udp_frame(b"hello", 0, to=(mac_of(2), ip_of(2), 5000))
+    assert switch.send(0, to_two) == {0: [], 1: [], 2: [to_two], 3: [], 4: []}
+    broadcast = b"\xff" * 6 + to_two[6:]
+    assert switch.send(0, broadcast) == {0: [], 1: [broadcast], 2: [broadcast], 3: [broadcast], 4: [broadcast]}
+
+
+def test_names_of_workers_in_a_tree_stand_in_answers(switch: Rig) -> None:
+    named = [PipelineMember(ip_of(host), port_of(host), 10 * host + 5) for host in range(WORKERS)]
+    both = Both(switch, members=named)
+    try:
+        for worker in (1, 2):
+            both.send(worker, both.packet(worker, 0, np.arange(4, dtype="<u4")))
+        both.send(0, both.packet(0, 0, np.arange(4, dtype="<u4"), table=9))
+        both.send(0, both.packet(0, 0, np.arange(4, dtype="<u4")))
+        both.send(2, both.packet(2, 0, np.arange(4, dtype="<u4")))
+        assert [both.outcomes[each] for each in ("mismatch", "completed", "resend_result")] == [1, 1, 1]
+    finally:
+        both.remove()
+
+
+def test_a_job_of_one_worker_gets_its_own_values(switch: Rig) -> None:
+    both = Both(switch, members=members(0))
+    try:
+        for chunk in range(9):
+            values = np.arange(chunk, chunk + VALUES, dtype="<u4")
+            assert both.send(0, both.packet(0, chunk, values)) == "completed"
+            assert both.send(0, both.packet(0, chunk, values)) == "resend_result"
+    finally:
+        both.remove()
+
+
+def test_jobs_side_by_side_have_slots_of_their_own(switch: Rig) -> None:
+    one = Both(switch)
+    other = Both(switch, id=9, port=DATA_PORT + 1, window=4, members=members(2, 0))
+    try:
+        source = random.Random(5)
+        for chunk in range(12):
+            for worker in range(WORKERS):
+                one.send(worker, one.packet(worker, chunk, draw(source)))
+            for worker, host in ((1, 0), (0, 2)):
+                packet = other.packet(worker, chunk, draw(source), reduce=MAX)
+                came = switch.send(host, udp_frame(packet, host, to=(SWITCH_MAC, SWITCH_IP, DATA_PORT + 1)))
+                other.machine.handle_packet(packet)
+            for to in (0, 2):
+                (answer,) = map(Answer, came[to])
+                assert answer.packet == other.machine.frame(chunk % 8)
+        assert one.outcomes["completed"] == 12
+        one.check_counters()
+    finally:
+        one.remove()
+        other.remove()
+
+
+def test_a_job_that_takes_the_slots_of_another_sees_nothing_of_it(switch: Rig) -> None:
+    source = random.Random(6)
+    old = Both(switch)
+    for chunk in range(6):
+        for worker in range(WORKERS):
+            old.send(worker, old.packet(worker, chunk, draw(source)))
+    old.send(0, old.packet(0, 6, draw(source)))
+    late = old.packet(1, 6, draw(source))
+    old.remove()
+    new = Both(switch, epoch=EPOCH + 1)
+    try:
+        assert new.rig.pipeline.missing(JOB, 0) == [0, 1, 2]
+        assert new.send(1, late) == "epoch"
+        for chunk in range(6):
+            for worker in range(WORKERS):
+                new.send(worker, new.packet(worker, chunk, draw(source)))
+        assert new.outcomes["completed"] == 6
+        new.check_counters()
+    finally:
+        new.remove()
+
+
+def test_a_full_pipeline_refuses_a_job_and_keeps_nothing_of_it(switch: Rig) -> None:
+    # 64 slots: 2 * 16 and 2 * 8 leave 16.
+    switch.pipeline.install(make_job(id=1, port=1, window=16))
+    switch.pipeline.install(make_job(id=2, port=2, window=8))
+    try:
+        with pytest.raises(PipelineError, match="the pipeline has 64 slots, and no 32 of them in succession are free"):
+            switch.pipeline.install(make_job(id=3, port=3, window=16))
+        switch.pipeline.remove(1)
+        switch.pipeline.install(make_job(id=3, port=3, window=16))
+        nowhere = [PipelineMember("10.9.0.77", 9000, 0)]
+        with pytest.raises(PipelineError, match=r"no port of the switch leads to 10\.9\.0\.77"):
+            switch.pipeline.install(make_job(id=4, port=4, window=8, members=nowhere))
+        switch.pipeline.install(make_job(id=5, port=5, window=8))
+    finally:
+        for job in (1, 2, 3, 4, 5):
+            switch.pipeline.remove(job)
+
+
+def test_a_contribution_of_a_removed_job_reaches_the_control_plane(switch: Rig) -> None:
+    both = Both(switch)
+    packet = both.packet(1, 0, np.arange(4, dtype="<u4"))
+    both.remove()
+    frame = udp_frame(packet, 1)
+    assert switch.send(1, frame)[switch.control_host] == [frame]
+
+
+def test_a_control_plane_that_starts_again_ends_the_jobs_of_the_one_before(program: Path) -> None:
+    with rig(program, WORKERS, "r") as switch:
+        both = Both(switch)
+        packet = both.packet(1, 0, np.arange(4, dtype="<u4"))
+        both.send(1, packet)
+        switch.pipeline.close()
+        places = {ip_of(host): Host(mac_of(host), host) for host in range(WORKERS)}
+        switch.pipeline = connect(switch.namespace, {**places, SWITCH_IP: Host(SWITCH_MAC, WORKERS)})
+        frame = udp_frame(packet, 1)
+        assert switch.send(1, frame)[switch.control_host] == [frame]
+        again = Both(switch, incarnation=INCARNATION + 1)
+        assert again.send(1, packet) == "incarnation"
+        for worker in range(WORKERS):
+            again.send(worker, again.packet(worker, 0, np.arange(4, dtype="<u4")))
+        assert again.outcomes["completed"] == 1
+
+
+class Link:
+    """Frames under way to and from the pipeline: some are lost, doubled, or overtaken."""
+
+    def __init__(self, source: random.Random, loss: float, copies: float) -> None:
+        self._source, self._loss, self._copies = source, loss, copies
+        self.frames: list[tuple[int, bytes]] = []
+
+    def put(self, host: int, frame: bytes) -> None:
+        if self._source.random() >= self._loss:
+            self.frames.append((host, frame))
+        if self._source.random() < self._copies:
+            self.frames.append((host, frame))
+
+    def take(self) -> tuple[int, bytes]:
+        return self.frames.pop(self._source.randrange(len(self.frames)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_worker_machines_sum_right_over_a_network_that_loses_copies_and_reorders(switch: Rig, seed: int) -> None:
+    source = random.Random(seed)
+    job = make_job(window=8)
+    identity = {"job": JOB, "epoch": EPOCH, "incarnation": INCARNATION, "window": 8, "payload_bytes": 4 * VALUES}
+    workers = [protocol.Worker(worker=each, workers=WORKERS, **identity) for each in range(WORKERS)]
+    tensors = [np.array(source.choices(range(1 << 32), k=VALUES * 25 + 7), dtype="<u4") for _ in workers]
+    results = [np.zeros_like(tensor) for tensor in tensors]
+    with np.errstate(over="ignore"):
+        expected = tensors[0] + tensors[1] + tensors[2]
+    up, down = Link(source, 0.1, 0.1), Link(source, 0.1, 0.1)
+    now_ns = 0
+    switch.pipeline.install(job)
+    try:
+        for worker in workers:
+            worker.start(operation=1, elements=len(expected), wire=I32, reduce=SUM)
+        while not all(worker.idle for worker in workers):
+            assert now_ns < 60e9, "no end within a minute of virtual time"
+            now_ns += 1_000_000
+            for host, worker in enumerate(workers):
+                timeout_ns = worker.poll_timeout()
+                if timeout_ns is not None and timeout_ns <= now_ns:
+                    worker.handle_timeout(now_ns)
+                while (send := worker.poll_send(now_ns)) is not None:
+                    values = tensors[host][send.first : send.first + send.count].tobytes().ljust(4 * VALUES, b"\0")
+                    up.put(host, udp_frame(send.header.pack() + values, host))
+            for _ in range(source.randrange(len(up.frames) + 1)):
+                host, frame = up.take()
+                for to, came in switch.send(host, frame).items():
+                    for answer in came:
+                        down.put(to, answer)
+            for _ in range(source.randrange(len(down.frames) + 1)):
+                host, frame = down.take()
+                outcome, _, _, first, _, values = workers[host].handle_packet(Answer(frame).packet, now_ns)
+                assert outcome in ("received", "dropped")
+                if outcome == "received":
+                    chunk = np.frombuffer(values, dtype="<u4")
+                    results[host][first : first + len(chunk)] = chunk[: len(expected) - first]
+        for result in results:
+            np.testing.assert_array_equal(result, expected)
+        counted = switch.pipeline.counters(JOB)
+        assert counted["results"] == 26
+        assert counted["results_resent"] > 0
+        assert counted["window"] == 0
+    finally:
+        switch.pipeline.remove(JOB)
+
+
+@pytest.mark.parametrize("values", [64, 128, 256])
+def test_the_program_compiles_for_every_number_of_values(tmp_path: Path, values: int) -> None:
+    compile_program(tmp_path, values, 4096)
+
+
+def test_the_program_refuses_another_number_of_values(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="NETFOLD_VALUES is 32, 64, 128 or 256"):
+        compile_program(tmp_path, 48, 64)
+
+
+@pytest.mark.parametrize("target", [1, 2])
+def test_the_program_for_tofino_is_well_typed(target: int) -> None:
+    if shutil.which("p4test") is None:
+        pytest.skip("p4test, of p4lang/p4c, is not on the PATH")
+    argv = ["p4test", f"-D__TARGET_TOFINO__={target}", str(ROOT / "native" / "p4" / "netfold_tna.p4")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds(60))
+    if re.search(r"no include path in which to search for t2?na\.p4|t2?na\.p4: No such file", done.stderr):
+        pytest.skip("p4test does not find Tofino's headers, of p4lang/p4c's backends/tofino")
+    assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+
+
+def test_an_absent_switch_is_an_error() -> None:
+    with pytest.raises(PipelineError, match=r"no simple_switch answers at 127\.0\.0\.1:1: "):
+        Bmv2("127.0.0.1", 1, {})

@@ -1,0 +1,348 @@
+"""The daemon as control plane of a P4 pipeline: what it programs, and its refusals. A thread stands for simple_switch.
+
+tests/p4 runs the same code with a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_command, running_switch
+
+from netfold.communicator.membership import Membership
+from netfold.errors import SwitchError
+from netfold.switch import thrift_client as thrift
+from netfold.switch.bmv2 import Bmv2, Host, PipelineError, PipelineJob, PipelineMember, read_hosts
+from netfold.switch.thrift_client import ThriftClient, ThriftError
+from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import SwitchAccess
+
+CONFIG = {
+    "register_arrays": [
+        *({"name": f"SwitchIngress.values.sum_{value}", "size": 256} for value in range(128)),
+        {"name": "SwitchIngress.slot_next", "size": 256},
+        {"name": "SwitchIngress.job_results", "size": 2},
+    ]
+}
+LOCAL = {"127.0.0.1": Host(bytes.fromhex("020000000001"), 4)}
+Reply = Callable[[str, list[Any]], thrift.Value | None]
+
+
+def answers(method: str, arguments: list[Any]) -> thrift.Value | None:
+    """The results that a simple_switch gives; None for a method without one."""
+    if method == "bm_get_config":
+        return thrift.string(json.dumps(CONFIG))
+    if method == "bm_mc_get_entries":
+        return thrift.string('{"mgrps": [{"id": 3}], "l1_handles": [{"handle": 7}]}')
+    if method == "bm_counter_read":
+        return thrift.record(_1=thrift.i64(0), _2=thrift.i64(5))
+    if method in ("bm_mt_add_entry", "bm_mc_mgrp_create", "bm_mc_node_create"):
+        return thrift.i32(1)
+    return None
+
+
+class FakeSwitch:
+    """A Thrift server that records calls. `reply` gives each result, or raises ThriftError with a code."""
+
+    def __init__(self, reply: Reply = answers) -> None:
+        self.reply = reply
+        self.calls: list[tuple[str, list[Any]]] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.close()
+
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.calls]
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                stream, _ = self._server.accept()
+                with stream, contextlib.suppress(OSError):
+                    self._serve_stream(stream)
+
+    def _serve_stream(self, stream: socket.socket) -> None:
+        reader = object.__new__(ThriftClient)
+        reader._stream = stream
+        while True:
+            head, length = struct.unpack(">II", reader._read(8))
+            assert head == 0x80010001
+            name, serial = reader._read(length), reader._read(4)
+            fields = reader._value(12)
+            method = name.decode().partition(":")[2]
+            arguments = [fields[number] for number in sorted(fields)]
+            self.calls.append((method, arguments))
+            try:
+                value = self.reply(method, arguments)
+                result = thrift.record() if value is None else thrift.record(_0=value)
+            except ThriftError as error:
+                assert error.code is not None
+                result = thrift.record(_1=thrift.record(_1=thrift.i32(error.code)))
+            packed = thrift._packed(result)
+            stream.sendall(struct.pack(">II", 0x80010002, length) + name + serial + packed)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeSwitch]:
+    there = FakeSwitch()
+    yield there
+    there.close()
+
+
+def opened(fake: FakeSwitch) -> Bmv2:
+    host, port = fake.endpoint.split(":")
+    return Bmv2(host, int(port), LOCAL)
+
+
+def make_job(number: int = 1, window: int = 8) -> PipelineJob:
+    return PipelineJob(number, 2, 3, "127.0.0.1", 9, window, [PipelineMember("127.0.0.1", 10, 0)])
+
+
+def test_an_owner_first_removes_what_the_one_before_left(fake: FakeSwitch) -> None:
+    opened(fake).close()
+    cleared = [arguments[1] for method, arguments in fake.calls if method == "bm_mt_clear_entries"]
+    assert set(cleared) == {
+        b"SwitchIngress.check.job",
+        b"SwitchIngress.check.member",
+        b"SwitchEgress.address.address",
+        b"SwitchIngress.hosts",
+    }
+    methods = fake.methods()
+    assert ("bm_mc_node_destroy", [0, 7]) in fake.calls and ("bm_mc_mgrp_destroy", [0, 3]) in fake.calls
+    assert methods.index("bm_mc_node_destroy") < methods.index("bm_mc_mgrp_destroy") < methods.index("bm_mt_add_entry")
+
+
+def test_the_table_of_jobs_is_written_last_and_cleared_first(fake: FakeSwitch) -> None:
+    pipeline = opened(fake)
+    fake.calls.clear()
+    pipeline.install(make_job())
+    method, arguments = fake.calls[-1]
+    assert (method, arguments[1], arguments[3]) == (
+        "bm_mt_add_entry",
+        b"SwitchIngress.check.job",
+        b"SwitchIngress.check.set_job",
+    )
+    slots = [arguments for method, arguments in fake.calls if method == "bm_register_write"][:16]
+    assert slots == [[0, b"SwitchIngress.slot_next", slot, slot] for slot in range(16)]
+    fake.calls.clear()
+    pipeline.remove(1)
+    assert fake.calls[0] == ("bm_mt_delete_entry", [0, b"SwitchIngress.check.job", 1])
+    pipeline.remove(1)
+    pipeline.close()
+
+
+def test_a_refusal_of_the_pipeline_leaves_nothing_of_the_job(fake: FakeSwitch) -> None:
+    def full(method: str, arguments: list[Any]) -> thrift.Value | None:
+        if method == "bm_mt_add_entry" and arguments[1] == b"SwitchIngress.check.job":
+            raise ThriftError("full", 1)
+        return answers(method, arguments)
+
+    pipeline = opened(fake)
+    fake.reply = full
+    fake.calls.clear()
+    with pytest.raises(PipelineError, match="bm_mt_add_entry was refused with code 1"):
+        pipeline.install(make_job())
+    assert fake.methods()[-5:] == [
+        "bm_mt_delete_entry",
+        "bm_mt_delete_entry",
+        "bm_mc_node_dissociate",
+        "bm_mc_node_destroy",
+        "bm_mc_mgrp_destroy",
+    ]
+    fake.reply = answers
+    pipeline.install(make_job())
+    with pytest.raises(KeyError):
+        pipeline.counters(2)
+    assert pipeline.counters(1)["contributions"] == 10
+    pipeline.close()
+
+
+def test_jobs_and_slots_are_bounded(fake: FakeSwitch) -> None:
+    pipeline = opened(fake)
+    pipeline.install(make_job(1, window=64))
+    with pytest.raises(PipelineError, match="the pipeline has 256 slots, and no 256 of them in succession are free"):
+        pipeline.install(make_job(2, window=128))
+    pipeline.install(make_job(2, window=64))
+    with pytest.raises(PipelineError, match="the pipeline serves 2 jobs already"):
+        pipeline.install(make_job(3, window=8))
+    pipeline.close()
+
+
+def test_another_program_is_refused(fake: FakeSwitch) -> None:
+    fake.reply = lambda method, arguments: thrift.string('{"register_arrays": []}')
+    with pytest.raises(PipelineError, match=r"the program .* is not native/p4/netfold\.p4"):
+        opened(fake)
+
+
+@pytest.mark.parametrize(
+    "reply, error",
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak Thrift's binary protocol"),
+        (struct.pack(">II", 0x80010002, 1 << 27), "does not speak Thrift's binary protocol"),
+        (b"", "the connection ended"),
+        (struct.pack(">II", 0x80010002, 0) + bytes(4) + b"\x0b\0\0\x7f\xff\xff\xff", "a reply of 2147483647 bytes"),
+        (struct.pack(">II", 0x80010002, 0) + bytes(4) + b"\x0f\0\0\x08\x7f\xff\xff\xff", "a list of 2147483647"),
+        (struct.pack(">II", 0x80010002, 0) + bytes(4) + b"\x21\0\0", "a value of type 33"),
+        (struct.pack(">II", 0x80010003, 0) + bytes(4) + b"\x0b\0\1\0\0\0\3bad\0", "bm_get_config: bad"),
+    ],
+)
+def test_a_peer_that_is_no_thrift_server_is_an_error(reply: bytes, error: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(100)
+                stream.sendall(reply)
+                with contextlib.suppress(OSError):  # the client may have gone
+                    stream.shutdown(socket.SHUT_WR)
+                    stream.recv(1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(PipelineError, match=re.escape(error)):
+            Bmv2("127.0.0.1", server.getsockname()[1], LOCAL)
+
+
+def test_values_of_every_type_arrive_as_they_were_sent(fake: FakeSwitch) -> None:
+    host, port = fake.endpoint.split(":")
+    client = ThriftClient(host, int(port), 5)
+    sent = thrift.record(
+        _1=thrift.boolean(True),
+        _2=thrift.i32(-5),
+        _3=thrift.i64(-(1 << 40)),
+        _4=thrift.strings([b"a", b""]),
+        _5=thrift.records([thrift.record(_7=thrift.string("x"))]),
+    )
+    fake.reply = lambda method, arguments: sent
+    assert client.call("standard", "echo", sent) == fake.calls[-1][1][0]
+    assert fake.calls[-1] == ("echo", [{1: True, 2: -5, 3: -(1 << 40), 4: [b"a", b""], 5: [{7: b"x"}]}])
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"x": {}}', '{"10.0.0.1": {"mac": "02", "port": 1}}', '{"10.0.0.1": {"port": 1}}']
+    + [f'{{"10.0.0.1": {{"mac": "02:00:00:00:00:01", "port": {port}}}}}' for port in ("-1", "511", "true", '"1"')],
+)
+def test_a_bad_file_of_hosts_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read_hosts(path)
+
+
+# The daemon.
+
+
+@pytest.fixture
+def hosts_file(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts.json"
+    path.write_text('{"127.0.0.1": {"mac": "02:00:00:00:00:01", "port": 4}}')
+    return path
+
+
+def options(fake: FakeSwitch, hosts_file: Path) -> list[str]:
+    return ["--dataplane", "bmv2", "--pipeline", fake.endpoint, "--hosts", str(hosts_file)]
+
+
+JOIN: dict[str, Any] = {
+    "type": "join",
+    "version": control_messages.VERSION,
+    "job": "j",
+    "rank": 0,
+    "ranks": [0],
+    "port": 9,
+    "profiles": ["hardware"],
+}
+
+
+def ask(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
+    with socket.create_connection(address, 10) as stream:
+        control_messages.send(stream, message)
+        return control_messages.receive(stream)
+
+
+def test_a_worker_that_speaks_the_full_protocol_is_told_in_one_sentence(fake: FakeSwitch, hosts_file: Path) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        switch.wait_for("event=pipeline .*packets carry no MAC, since a pipeline can check none")
+        for profiles in ([], None, "hardware", ["other"]):
+            answer = ask(switch.address, {**JOIN, "profiles": profiles})
+            assert answer["type"] == "refused"
+            assert answer["reason"] == (
+                "rank 0 speaks the full aggregation protocol only, and this switch is a P4 pipeline with the hardware "
+                "profile (--dataplane bmv2): update netfold on the worker, or use a switch with --dataplane user"
+            )
+        admitted = ask(switch.address, JOIN)
+        assert (admitted["type"], admitted["profile"], admitted["payload_bytes"]) == ("admitted", "hardware", 512)
+
+
+def test_jobs_that_a_pipeline_cannot_serve_are_refused(fake: FakeSwitch, hosts_file: Path) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        many = ask(switch.address, {**JOIN, "ranks": list(range(33))})
+        assert many["reason"] == "this switch is a P4 pipeline, whose jobs have at most 32 workers, not 33"
+        fabric = {"provider": "tcp", "name": b"x", "tag": 1}
+        over_fabric = ask(switch.address, {**JOIN, "port": None, "fabric": fabric})
+        assert "which takes packets over UDP" in over_fabric["reason"]
+
+
+def join(endpoint: str) -> Membership:
+    access = SwitchAccess(endpoint, None, 0, (0,))
+    return Membership.join(access, job="1" * 32, timeout_s=10)
+
+
+def test_a_worker_joins_with_the_pipelines_one_length_of_packets(fake: FakeSwitch, hosts_file: Path) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        membership = join(switch.endpoint)
+        assert membership.hardware
+        assert (membership.payload_bytes, membership.window) == (512, 64)
+        added = [arguments for method, arguments in fake.calls if method == "bm_mt_add_entry"]
+        assert added[-1][1] == b"SwitchIngress.check.job"
+        membership.leave("done")
+        switch.wait_for(r"job \w+ closed after")
+        assert ("bm_mt_delete_entry", [0, b"SwitchIngress.check.job", 1]) in fake.calls
+
+
+def test_a_job_that_the_pipeline_refuses_ends_with_the_reason(fake: FakeSwitch, hosts_file: Path) -> None:
+    def full(method: str, arguments: list[Any]) -> thrift.Value | None:
+        if method == "bm_mt_add_entry" and b"check" in arguments[1]:
+            raise ThriftError("full", 1)
+        return answers(method, arguments)
+
+    with running_switch(*options(fake, hosts_file)) as switch:
+        fake.reply = full
+        with pytest.raises(SwitchError, match="bm_mt_add_entry was refused with code 1"):
+            join(switch.endpoint)
+        fake.reply = answers
+        join(switch.endpoint).leave("done")
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["--dataplane", "bmv2"], "--dataplane bmv2 needs --pipeline and --hosts"),
+        (["--pipeline", "127.0.0.1:1"], "--dataplane bmv2 needs --pipeline and --hosts, and no other data plane"),
+        (["--dataplane", "fpga"], "--dataplane 'fpga' is not user or bmv2"),
+        (["--parent", "127.0.0.1:1"], "leave out --token-file, --parent and --fabric"),
+        (["--listen", "127.0.0.2:0"], "127.0.0.2 is not in the file of --hosts"),
+    ],
+)
+def test_options_that_do_not_go_together_are_an_error(
+    fake: FakeSwitch, hosts_file: Path, words: list[str], error: str
+) -> None:
+    whole = options(fake, hosts_file) if words[0] in ("--parent", "--listen") else []
+    listen = [] if "--listen" in words else ["--listen", "127.0.0.1:0"]
+    done = run_command("switch", *listen, *whole, *words)
+    assert done.returncode == 2
+    assert error in " ".join(done.stderr.split())
