@@ -1,5 +1,5 @@
 // The plugin for NCCL beside plain sockets, between the same processes: messages there and back, and a ring's all_reduce.
-// bench/nccl.py compiles this program, starts one a host, and reads what rank 0 prints.
+// bench/nccl_net.py compiles this program, starts one a host, and reads what rank 0 prints.
 //
 // The plugin is loaded and called as NCCL does it. Plain sockets are one TCP connection to the next rank and one from
 // the previous, with TCP_NODELAY; they know every size, and send no header. Both sides are polled, and yield the core

@@ -1,6 +1,6 @@
 """The plugin for NCCL against plain sockets, between emulated hosts and on one machine:
 
-    .venv/bin/python bench/nccl.py                       # root, for the hosts
+    .venv/bin/python bench/nccl_net.py                       # root, for the hosts
 
 The programs are compiled from nccl_net.cpp, which says what both sides do.
 """
