@@ -207,7 +207,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
 
     # That run is finished, so the next one of its name has another folder. SIGTERM stops the next run.
     second = tmp_path / "runs" / "line-2"
-    endless = start([*command, *settings(training__steps=100_000_000)], env)
+    endless = start([*command, *settings(training__steps=100_000_000, optimizer__lr=0.001)], env)
     ranks = ranks_of(endless, 2)
     until_step(endless, second, 3)
     ranks[1].terminate()
@@ -254,7 +254,8 @@ def test_a_policy_that_stops_the_run_has_its_own_status_one_sentence_and_no_rest
 
 @pytest.mark.jobs
 def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path) -> None:
-    long = ["--set", "training.steps=100000000"]
+    # At the recipe's rate a long run is not finite after step 24.
+    long = ["--set", "training.steps=100000000", "--set", "optimizer.lr=0.001"]
     sent, counts = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), (2, 1, 1)
     verbs = [
         start(
@@ -282,7 +283,9 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path)
 @pytest.mark.jobs
 def test_sigterm_before_training_has_the_status_of_a_stopped_run(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
-    starting, training = (start([*VERB, str(recipe), *settings(training__steps=100_000_000)], env) for _ in range(2))
+    starting, training = (
+        start([*VERB, str(recipe), *settings(training__steps=100_000_000, optimizer__lr=0.001)], env) for _ in range(2)
+    )
     # The first command still loads torch; a rank of the second does. If they train already, the status is the same.
     until_caught(starting, signal.SIGTERM)
     starting.terminate()
