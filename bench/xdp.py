@@ -449,7 +449,7 @@ does; XDP then needs no copy, but user space checks UDP checksums that a NIC wou
 
 Goal: XDP {GOAL} times user space where links bring packets. Found: {min(ratios):.2f} to {max(ratios):.2f}; {verdict}.
 
-Where core 0 spends the switch's time with {count} workers (perf's samples):
+The switch's time on core 0 with {count} workers (perf's samples):
 
 {driver.table(" | ".join(["", *shares]), places)}"""
 

@@ -108,7 +108,7 @@ auth::Secret Endpoint::key_of(const auth::Secret& of_handle) const {
 std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
   Id id;
   fill_random(id);
-  auto listener = std::make_shared<Listener>(*this, id);
+  auto listener = std::make_shared<Listener>(id);
   const std::lock_guard lock(mutex_);
   auto port = std::ranges::find(ports_, device, &Port::device);
   if (port == ports_.end()) {

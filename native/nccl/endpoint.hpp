@@ -45,7 +45,7 @@ class Endpoint;
 // Collects the connections to one handle, and makes comms of them.
 class Listener {
  public:
-  Listener(Endpoint& endpoint, Id id) : endpoint_(endpoint), id_(id) {}
+  explicit Listener(Id id) : id_(id) {}
   const Id& id() const { return id_; }
   // A comm whose connections are all there; null: none yet.
   std::shared_ptr<Comm> next();
@@ -57,7 +57,6 @@ class Listener {
     std::size_t count = 0;
   };
 
-  Endpoint& endpoint_;
   const Id id_;
   std::mutex mutex_;
   std::map<Id, Arriving> arriving_;

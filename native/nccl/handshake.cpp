@@ -40,7 +40,7 @@ void append(std::vector<std::byte>& to, std::span<const std::byte> bytes) {
   to.insert(to.end(), bytes.begin(), bytes.end());
 }
 
-// HMAC over a label and what both ends have said so far.
+// HMAC over a label, the hello, the acceptor's nonce and further bytes.
 Secret digest(const Secret& secret, std::string_view label, const Hello& hello, const Secret& nonce,
               std::span<const std::byte> more = {}) {
   std::vector<std::byte> said;

@@ -331,7 +331,7 @@ control Address(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
   apply {
     address.apply();
     if (meta.disagrees == 1 && replica == meta.sender) {
-      // The sender learns what the first worker asked for, and the others what the sender did.
+      // The sender gets the first worker's call, and every other worker gets the sender's call.
       hdr.netfold.operation = meta.operation;
       hdr.netfold.elements = meta.elements;
       hdr.netfold.count = meta.count;

@@ -68,7 +68,7 @@ def work_while_breaking(rank: int, size: int, folder: str, how: str) -> tuple[in
 @pytest.mark.parametrize(("security", "streams"), [("none", "1"), ("encrypt", "2")])
 def test_connections_that_break_are_made_again_and_no_byte_is_lost(how: str, security: str, streams: str) -> None:
     if how == "reset" and not can_reset():
-        pytest.skip("ss -K is not to be had here")
+        pytest.skip("no connection can be reset: ss -K needs root and a kernel with INET_DIAG_DESTROY")
     env = {**ENV, "NETFOLD_SECURITY": security, "NETFOLD_NCCL_STREAMS": streams}
     found = values(run_ranks(work_while_breaking, 2, how, env=env, timeout_s=120))
     assert sum(broken for broken, _ in found) > 5

@@ -27,7 +27,7 @@ from netfold.rack.command import run
 from netfold.rack.processes import Process, spawn, stop
 
 LACK = why_no_pipeline()
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
 
 HOSTS = 3
 STEPS, LONG_STEPS = 6, 40

@@ -37,7 +37,7 @@ from netfold._native import protocol
 from netfold.switch.bmv2 import Bmv2, Host, PipelineError, PipelineJob, PipelineMember
 
 LACK = why_no_pipeline()
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
 
 WORKERS, VALUES, SLOTS, WINDOW = 3, 32, 64, 2
 JOB, EPOCH, INCARNATION = 0x80000007, 3, 0xFEED5EED
@@ -479,11 +479,13 @@ def test_the_program_refuses_another_number_of_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", [1, 2])
 def test_the_program_for_tofino_is_well_typed(target: int) -> None:
     if shutil.which("p4test") is None:
-        pytest.skip("p4test, of p4lang/p4c, is not on the PATH")
+        pytest.skip("the Tofino program cannot be type-checked: p4test, of p4lang/p4c, is not on the PATH")
     argv = ["p4test", f"-D__TARGET_TOFINO__={target}", str(ROOT / "native" / "p4" / "netfold_tna.p4")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds(60))
     if re.search(r"no include path in which to search for t2?na\.p4|t2?na\.p4: No such file", done.stderr):
-        pytest.skip("p4test does not find Tofino's headers, of p4lang/p4c's backends/tofino")
+        pytest.skip(
+            "the Tofino program cannot be type-checked: p4test lacks the headers of p4lang/p4c's backends/tofino"
+        )
     assert done.returncode == 0 and "error" not in done.stderr, done.stderr
 
 

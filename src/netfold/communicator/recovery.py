@@ -433,7 +433,7 @@ class Recovery:
             why = str(error)
             return self._run_event(lambda: self._machine.handle_joined(0, 0, why))
         if membership.hardware != self._hardware:
-            # Which operations a switch can reduce is known to the native group, and must not change.
+            # The native group knows the switch's profile from its start: it must not change.
             membership.leave("its group had a switch with another profile")
             profile = "the hardware profile" if membership.hardware else "the full protocol"
             why = f"the switch at {membership.endpoint} now has {profile}, and this group began with the other"

@@ -33,7 +33,7 @@ class Library:
     def __init__(self, folder: Path) -> None:
         compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
         if compiler is None:
-            pytest.skip("no C compiler: the fake CUDA driver cannot be built")
+            pytest.skip("the fake CUDA driver cannot be built: no C compiler is on the PATH")
         self.path = str(folder / "libfake_cuda.so")
         command = [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o", self.path, str(SOURCE)]
         subprocess.run(command, check=True, timeout=60)

@@ -276,7 +276,7 @@ class Group {
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes_;
   const bool needs_progress_;  // the pipes need polls to send what they took
   std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
-  // Of a switch with the hardware profile: the choice table for what it cannot reduce; else empty.
+  // The choice table for calls that a switch of the hardware profile cannot reduce; empty without such a switch.
   std::vector<collective::Choice> beyond_profile_;
   std::unique_ptr<transport::ShmNode> node_;
   std::unique_ptr<collective::Shares> shares_;

@@ -52,8 +52,9 @@ struct PropertiesV8 {
   int offload_version;
 };
 
-// ncclNetProperties_v9_t and _v10_t
-struct PropertiesV9 {
+// The fields since version 9, in which only the size of `of` has changed.
+template <int kDevices>
+struct PropertiesSinceV9 {
   char* name;
   char* pci_path;
   std::uint64_t guid;
@@ -67,10 +68,13 @@ struct PropertiesV9 {
   int max_receives;
   int offload;
   int offload_version;
-  VirtualDevice<4> of;
+  VirtualDevice<kDevices> of;
   std::size_t max_message;
   std::size_t max_collective;
 };
+
+// ncclNetProperties_v9_t and _v10_t
+using PropertiesV9 = PropertiesSinceV9<4>;
 
 // ncclNetProperties_v11_t
 struct PropertiesV11 : PropertiesV9 {
@@ -78,23 +82,7 @@ struct PropertiesV11 : PropertiesV9 {
 };
 
 // ncclNetProperties_v12_t
-struct PropertiesV12 {
-  char* name;
-  char* pci_path;
-  std::uint64_t guid;
-  int pointers;
-  int registers_globally;
-  int must_flush;
-  int speed;
-  int port;
-  float latency;
-  int max_comms;
-  int max_receives;
-  int offload;
-  int offload_version;
-  VirtualDevice<8> of;
-  std::size_t max_message;
-  std::size_t max_collective;
+struct PropertiesV12 : PropertiesSinceV9<8> {
   int max_multi_request;
   std::int16_t rail;
   std::int16_t plane;
