@@ -138,6 +138,11 @@ def test_a_dead_rail_is_left_out_and_the_others_go_on(fault: str) -> None:
     assert port_of(provider, RAILS.split(",")).counters["rails_lost"] > 0
 
 
+def test_messages_that_are_lost_while_endpoints_connect_hold_nobody_up() -> None:
+    """As where two endpoints connect to each other at once, and one connection ends with what was sent over it."""
+    values(run_threads(every_algorithm, 2, "strict:early=3+tcp", timeout_s=60))
+
+
 def two_groups(rank: int, size: int, folder: str) -> None:
     with join(rank, size, f"{folder}/a", "strict+tcp") as a, join(rank, size, f"{folder}/b", "strict+tcp") as b:
 

@@ -156,12 +156,13 @@ void FabricPipe::advance() {
   send_outbox();
   check_connection();
   if (!is_linked_ || is_up()) return;
-  if (!sent_ready_ && mux().is_heard(stream_)) {
+  if (!sent_ready_ && is_heard()) {
     sent_ready_ = true;
     write(MessageType::ready, {});
   }
-  // A rail may lose the first hello.
-  if (!peer_ready_ && mux().rails() > 1 && now_ns() - greeted_ns_ >= Sender::kProbeIntervalNs) {
+  // A hello may be lost: a rail may not lead there, and two endpoints that connect to each other at the same time drop
+  // one of the two connections with what was sent over it (tcp;ofi_rxm of libfabric 1.17).
+  if (!peer_ready_ && now_ns() - greeted_ns_ >= Sender::kProbeIntervalNs) {
     greeted_ns_ = now_ns();
     mux().greet(stream_);
   }
@@ -179,11 +180,11 @@ bool FabricPipe::has_live_connection() const {
 
 Pipe::Io FabricPipe::send(std::span<const iovec> pieces) {
   if (open() && !is_up()) advance();
-  return sent(is_linked_ ? mux().send(stream_, pieces) : 0);
+  return sent(is_heard() ? mux().send(stream_, pieces) : 0);
 }
 
 Pipe::Io FabricPipe::send_last(std::span<const iovec> pieces) {
-  if (is_linked_) return send(pieces);
+  if (is_heard()) return send(pieces);
   if (is_over()) return closed();
   std::vector<std::byte> bytes;
   for (const iovec& piece : pieces) {
@@ -287,7 +288,7 @@ void FabricPipe::wait_to_flush(std::vector<pollfd>& fds) {
   if (awaits_connection()) {
     quiet_calls_ = kQuietCalls;
     connection_->wait_for(static_cast<short>(POLLIN | POLLRDHUP | (outbox_.empty() ? 0 : POLLOUT)), fds);
-    if (is_linked_ && mux().rails() > 1) mux().wake_after(fds, Sender::kProbeIntervalNs);
+    if (is_linked_) mux().wake_after(fds, Sender::kProbeIntervalNs);
     if (stream_ != nullptr) mux().wait_for(stream_, 0, fds);
   } else if (stream_ != nullptr && !mux().settled(stream_)) {
     mux().wait_for(stream_, 0, fds);

@@ -30,6 +30,7 @@ struct Strictness {
   std::uint64_t fails = 0;  // after this many sends, every send fails with a completion; 0: never
   std::uint64_t loses = 0;  // after this many sends, every send is lost but completes; 0: never
   std::uint64_t drops = 0;  // one in this many sends is lost in the same way; 0: none
+  std::uint64_t early = 0;  // this many sends are lost in the same way, before all others
 };
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
@@ -143,7 +144,7 @@ class StrictEndpoint final : public Endpoint {
   // Counts a send, and decides whether it is lost.
   bool is_lost() {
     const bool all = ++sends_ > strictness_.loses && strictness_.loses > 0;
-    return all || (strictness_.drops > 0 && chance(strictness_.drops));
+    return all || sends_ <= strictness_.early || (strictness_.drops > 0 && chance(strictness_.drops));
   }
   void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access);
   void end(Work* work);
@@ -253,6 +254,7 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
                                                           {"fails", &strictness.fails},
                                                           {"loses", &strictness.loses},
                                                           {"drops", &strictness.drops},
+                                                          {"early", &strictness.early},
                                                           {"rail", &only_rail}};
   std::istringstream text(name.substr(0, plus));
   std::string field;
@@ -267,10 +269,10 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
   }
   if (!is_valid) {
     throw Error("'" + name + "' is no strict provider; expected strict+PROVIDER, optionally with :seed=N, :fails=N, " +
-                ":loses=N, :drops=N and :rail=N before the +");
+                ":loses=N, :drops=N, :early=N and :rail=N before the +");
   }
   if (only_rail != ~std::uint64_t{0} && only_rail != static_cast<std::uint64_t>(rail)) {
-    strictness.fails = strictness.loses = strictness.drops = 0;
+    strictness.fails = strictness.loses = strictness.drops = strictness.early = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
   return std::make_unique<StrictEndpoint>(open_endpoint(name.substr(plus + 1), host, rail, Numbers::always),
