@@ -20,11 +20,19 @@ class NoPipes final : public transport::PipeMaker {
 };
 
 std::unique_ptr<transport::Mesh> mesh_of(int self, Connections connections, bool resumable,
+                                         transport::fabric::FabricLane fabric,
                                          std::function<void(int rail, bool is_first)> on_broken) {
-  std::vector<std::unique_ptr<transport::Pipe>> pipes(2);
-  pipes[static_cast<std::size_t>(1 - self)] = std::make_unique<transport::TcpPipe>(
+  std::unique_ptr<transport::PipeMaker> maker = std::make_unique<NoPipes>();
+  std::unique_ptr<transport::Pipe> pipe = std::make_unique<transport::TcpPipe>(
       std::move(connections.sockets), connections.secrets, resumable, std::move(on_broken));
-  return std::make_unique<transport::Mesh>(self, std::move(pipes), std::make_unique<NoPipes>());
+  if (fabric.mux != nullptr) {
+    auto over_fabric = std::make_unique<transport::fabric::FabricPipeMaker>(std::move(fabric), std::move(maker));
+    pipe = over_fabric->over(1 - self, std::move(pipe));
+    maker = std::move(over_fabric);
+  }
+  std::vector<std::unique_ptr<transport::Pipe>> pipes(2);
+  pipes[static_cast<std::size_t>(1 - self)] = std::move(pipe);
+  return std::make_unique<transport::Mesh>(self, std::move(pipes), std::move(maker));
 }
 
 // A ticket holds the number of the request and of the message in it; the rest makes it unique.
@@ -34,12 +42,14 @@ static_assert(kMaxReceives == 1 << kRequestShift && kMaxRequests == 1 << (kCount
 
 }  // namespace
 
-Comm::Comm(Role role, Id id, std::string peer, Connections connections, bool resumable, std::function<void()> on_broken)
+Comm::Comm(Role role, Id id, std::string peer, Connections connections, bool resumable,
+           transport::fabric::FabricLane fabric, std::function<void()> on_broken)
     : role_(role),
       id_(id),
       peer_(std::move(peer)),
+      fabric_(fabric.mux),
       broken_since_ns_(connections.sockets.size()),
-      lane_(mesh_of(static_cast<int>(role), std::move(connections), resumable,
+      lane_(mesh_of(static_cast<int>(role), std::move(connections), resumable, std::move(fabric),
                     [this, tell = std::move(on_broken)](int rail, bool) {
                       broken_since_ns_[static_cast<std::size_t>(rail)] = now_ns();
                       tell();
@@ -114,6 +124,7 @@ void Comm::progress() {
   if (result == collective::Progress::failed) {
     failure_ = (role_ == Role::sender ? "sending to " : "receiving from ") + peer_ +
                " (rank 0 sends, rank 1 receives): " + lane_.fault()->failure.text;
+    lane_.mesh().cancel();  // NCCL may free the requests' memory when it learns of the failure
   }
   has_unsent_ = !lane_.mesh().flush();
 }
@@ -179,6 +190,7 @@ void Comm::leave() {
   left.text = "it closed the connection";
   left.orderly = true;
   lane_.abort(left);
+  lane_.mesh().cancel();
 }
 
 bool Comm::has_arrived() {

@@ -1,12 +1,13 @@
 // One direction between two processes, as NCCL has it: one end sends messages with tags, the other receives them, and
 // both ask whether a request is done. The messages go by collective/point_to_point.hpp over TCP connections that
-// reconnect (transport/tcp/resumable_socket.hpp).
+// reconnect (transport/tcp/resumable_socket.hpp), or over a fabric's stream beside such a connection.
 //
 // NCCL calls from one thread at a time. The endpoint's threads look for broken connections and make them again; a lock
 // is between them.
 #pragma once
 
 #include <netfold/collective/point_to_point.hpp>
+#include <netfold/transport/fabric/fabric_pipe.hpp>
 
 #include <array>
 #include <functional>
@@ -47,11 +48,15 @@ class Comm {
 
   // peer: how messages name the other end, "10.0.0.2:7301".
   // resumable: a connection that breaks may be made again, so that a copy of what was sent is kept.
+  // fabric: carries the messages; without a mux the connections do.
   // on_broken: called, under the lock, when a connection is found to be broken.
-  Comm(Role role, Id id, std::string peer, Connections connections, bool resumable, std::function<void()> on_broken);
+  Comm(Role role, Id id, std::string peer, Connections connections, bool resumable,
+       transport::fabric::FabricLane fabric, std::function<void()> on_broken);
 
   const Id& id() const { return id_; }
   Role role() const { return role_; }
+  // Null: the comm is not on a fabric.
+  const std::shared_ptr<transport::fabric::StreamMux>& fabric() const { return fabric_; }
   const std::string& peer() const { return peer_; }
 
   // Borrow the memory until the request is done. Null: all requests are in use.
@@ -76,7 +81,7 @@ class Comm {
   // Finds connections that the other end has left, which no request may touch.
   void look();
 
-  // Tells the other end that this one leaves.
+  // Tells the other end that this one leaves. No peer or provider uses a request's memory any more when it returns.
   void leave();
   // Whether everything that was sent has arrived at the other end's host, or cannot.
   bool has_arrived();
@@ -92,6 +97,7 @@ class Comm {
   const Role role_;
   const Id id_;
   const std::string peer_;
+  const std::shared_ptr<transport::fabric::StreamMux> fabric_;
   std::mutex mutex_;
   std::vector<std::int64_t> broken_since_ns_;  // by rail; 0: it is not
   collective::PointToPoint lane_;

@@ -35,6 +35,18 @@ bool run_apart(Work work) {
   }
 }
 
+// The provider as a handle has it; all zeros for TCP.
+decltype(Handle::fabric) fabric_of(const std::string& provider) {
+  decltype(Handle::fabric) name{};
+  std::copy_n(provider.begin(), std::min(provider.size(), name.size()), name.begin());
+  return name;
+}
+
+std::string transport_of(const decltype(Handle::fabric)& name) {
+  const std::string provider(name.begin(), std::ranges::find(name, '\0'));
+  return provider.empty() ? "TCP" : "fabric:" + provider;
+}
+
 Handle handle_of(const Address& address, int streams, const Id& listener, const auth::Secret& secret) {
   Handle handle;
   const auto host = address.host();
@@ -93,10 +105,20 @@ Endpoint::Endpoint()
       devices_(find_devices(settings_.interfaces)),
       ports_changed_(transport::make_event()) {
   if (!auth::unavailable_reason().empty()) throw std::runtime_error(auth::unavailable_reason());
+  if (!settings_.fabric.empty()) fabric_.emplace(settings_, devices_);
   fill_random(secret_);
   if (!run_apart([this] { accept_all(); }) || !run_apart([this] { look_at_all(); })) {
     throw std::runtime_error("the plugin needs two threads of its own");
   }
+}
+
+std::string Endpoint::description() const {
+  if (fabric_) return fabric_->description();
+  std::string names;
+  for (const Device& device : devices_) {
+    names += (names.empty() ? "" : ", ") + device.name + " " + device.address.text();
+  }
+  return "TCP over " + names;
 }
 
 // The handle's secret, mixed with that of NETFOLD_SECRET_FILE: then who reads what NCCL carries cannot connect.
@@ -108,7 +130,7 @@ auth::Secret Endpoint::key_of(const auth::Secret& of_handle) const {
 std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
   Id id;
   fill_random(id);
-  auto listener = std::make_shared<Listener>(id);
+  auto listener = std::make_shared<Listener>(id, device);
   const std::lock_guard lock(mutex_);
   auto port = std::ranges::find(ports_, device, &Port::device);
   if (port == ports_.end()) {
@@ -117,6 +139,8 @@ std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
     transport::signal(ports_changed_);
   }
   handle = handle_of(Address::local_of(port->socket.get()), settings_.streams, id, secret_);
+  handle.fabric = fabric_of(settings_.fabric);
+  if (fabric_) handle.rma_min_bytes = static_cast<std::uint32_t>(fabric_->of(device)->rma_min_bytes());
   listeners_.emplace(id, listener);
   return listener;
 }
@@ -236,19 +260,24 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
   place = std::move(socket);
   arriving.connections.secrets[hello.rail] = agreed->secrets;
   if (++arriving.count < hello.rails) return;
-  listener->ready_.push_back(make(Comm::Role::receiver, hello.comm, peer, std::move(arriving.connections), {}));
+  listener->ready_.push_back(
+      make(Comm::Role::receiver, listener->device(), hello, peer, std::move(arriving.connections), {}));
   listener->arriving_.erase(hello.comm);
 }
 
 // --- connecting ------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Connecting> Endpoint::connect(const Handle& handle) {
+std::shared_ptr<Connecting> Endpoint::connect(int device, const Handle& handle) {
   if (handle.magic != Handle().magic)
     throw std::runtime_error("the handle is not one of this plugin: every rank must use it");
+  if (const auto own = fabric_of(settings_.fabric); handle.fabric != own) {
+    throw std::runtime_error("the rank at " + address_of(handle).text() + " goes over " + transport_of(handle.fabric) +
+                             ", this rank over " + transport_of(own) + ": all need the same NETFOLD_TRANSPORT");
+  }
   auto connecting = std::make_shared<Connecting>();
-  const bool is_begun = run_apart([this, connecting, handle] {
+  const bool is_begun = run_apart([this, connecting, device, handle] {
     try {
-      connect_all(*connecting, handle);
+      connect_all(*connecting, device, handle);
     } catch (const std::exception& error) {
       const std::lock_guard lock(connecting->mutex_);
       connecting->error_ = "no connection to " + address_of(handle).text() + ": " + error.what();
@@ -258,7 +287,7 @@ std::shared_ptr<Connecting> Endpoint::connect(const Handle& handle) {
   return connecting;
 }
 
-void Endpoint::connect_all(Connecting& connecting, const Handle& handle) {
+void Endpoint::connect_all(Connecting& connecting, int device, const Handle& handle) {
   const std::int64_t deadline_ns = now_ns() + kConnectNs;
   const Address peer = address_of(handle);
   Hello hello;
@@ -266,6 +295,10 @@ void Endpoint::connect_all(Connecting& connecting, const Handle& handle) {
   hello.security = static_cast<std::uint8_t>(settings_.security);
   hello.listener = handle.listener;
   fill_random(hello.comm);
+  if (fabric_) {
+    hello.rma_min_bytes =
+        static_cast<std::uint32_t>(rma_min_bytes_of(fabric_->of(device)->rma_min_bytes(), handle.rma_min_bytes));
+  }
   Connections connections;
   for (; hello.rail < hello.rails; ++hello.rail) {
     Fd socket = connect_to(peer, deadline_ns);
@@ -275,7 +308,7 @@ void Endpoint::connect_all(Connecting& connecting, const Handle& handle) {
     connections.secrets.push_back(agreed->secrets);
   }
   auto comm =
-      make(Comm::Role::sender, hello.comm, peer, std::move(connections),
+      make(Comm::Role::sender, device, hello, peer, std::move(connections),
            {.comm = {}, .peer = peer, .listener = handle.listener, .secret = handle.secret, .is_connecting = {}});
   const std::lock_guard lock(connecting.mutex_);
   connecting.comm_ = std::move(comm);
@@ -295,13 +328,19 @@ Fd Endpoint::connect_to(const Address& peer, std::int64_t deadline_ns) {
   return socket;
 }
 
-std::shared_ptr<Comm> Endpoint::make(Comm::Role role, Id id, const Address& peer, Connections connections,
-                                     Watched watched) {
+std::shared_ptr<Comm> Endpoint::make(Comm::Role role, int device, const Hello& hello, const Address& peer,
+                                     Connections connections, Watched watched) {
+  transport::fabric::FabricLane lane;
+  if (fabric_) {
+    lane.mux = fabric_->of(device);
+    lane.doorbell = std::make_shared<transport::fabric::Doorbell>();
+    lane.rma_min_bytes = hello.rma_min_bytes;
+  }
   watched.is_connecting.resize(connections.sockets.size());
-  watched.comm = std::make_shared<Comm>(role, id, peer.text(), std::move(connections), settings_.reconnect_ns > 0,
-                                        [this] { wake(); });
+  watched.comm = std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections),
+                                        settings_.reconnect_ns > 0, std::move(lane), [this] { wake(); });
   const std::lock_guard lock(mutex_);
-  return comms_.emplace(id, std::move(watched)).first->second.comm;
+  return comms_.emplace(hello.comm, std::move(watched)).first->second.comm;
 }
 
 std::shared_ptr<Comm> Endpoint::find(const Id& id) {

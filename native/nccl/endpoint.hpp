@@ -15,11 +15,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "comm.hpp"
 #include "devices.hpp"
+#include "fabric_ports.hpp"
 #include "settings.hpp"
 
 namespace netfold::nccl {
@@ -32,21 +34,21 @@ struct Handle {
   std::uint16_t port = 0;
   std::array<std::byte, 16> address{};
   std::uint32_t scope = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t rma_min_bytes = 0;  // of the shortest part that this end takes by RMA; 0: it takes none
   Id listener{};
   auth::Secret secret{};
+  std::array<char, 24> fabric{};  // the provider, cut to this length; empty: TCP
   // Of the connecting rank: NCCL repeats its call with the same handle until there is a connection.
   void* pending = nullptr;
 };
 static_assert(sizeof(Handle) <= kHandleBytes);
 
-class Endpoint;
-
 // Collects the connections to one handle, and makes comms of them.
 class Listener {
  public:
-  explicit Listener(Id id) : id_(id) {}
+  Listener(Id id, int device) : id_(id), device_(device) {}
   const Id& id() const { return id_; }
+  int device() const { return device_; }
   // A comm whose connections are all there; null: none yet.
   std::shared_ptr<Comm> next();
 
@@ -58,6 +60,7 @@ class Listener {
   };
 
   const Id id_;
+  const int device_;
   std::mutex mutex_;
   std::map<Id, Arriving> arriving_;
   std::deque<std::shared_ptr<Comm>> ready_;
@@ -82,10 +85,13 @@ class Endpoint {
   static Endpoint& instance();
 
   const std::vector<Device>& devices() const { return devices_; }
+  // What carries the messages: "TCP over eth0 10.0.0.5:0".
+  std::string description() const;
   // Throws std::system_error.
   std::shared_ptr<Listener> listen(int device, Handle& handle);
   void close(const Listener& listener);
-  std::shared_ptr<Connecting> connect(const Handle& handle);
+  // Throws std::runtime_error for a handle of another plugin or transport.
+  std::shared_ptr<Connecting> connect(int device, const Handle& handle);
   // Closes it once everything has arrived, after kCloseNs at the latest.
   void close(const std::shared_ptr<Comm>& comm);
 
@@ -119,17 +125,18 @@ class Endpoint {
   void count_handshake(int change);
   void take_in(transport::Fd socket, const transport::Address& peer);
   void look_at_all();
-  void connect_all(Connecting& connecting, const Handle& handle);
+  void connect_all(Connecting& connecting, int device, const Handle& handle);
   transport::Fd connect_to(const transport::Address& peer, std::int64_t deadline_ns);
   void connect_again(const std::shared_ptr<Comm>& comm, int rail);
-  std::shared_ptr<Comm> make(Comm::Role role, Id id, const transport::Address& peer, Connections connections,
-                             Watched watched);
+  std::shared_ptr<Comm> make(Comm::Role role, int device, const Hello& hello, const transport::Address& peer,
+                             Connections connections, Watched watched);
   auth::Secret key_of(const auth::Secret& of_handle) const;
   std::shared_ptr<Comm> find(const Id& id);
   void wake();
 
   const Settings settings_;
   const std::vector<Device> devices_;
+  std::optional<FabricPorts> fabric_;  // none: TCP
   auth::Secret secret_{};
   std::mutex mutex_;
   std::condition_variable condition_;

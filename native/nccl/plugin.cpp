@@ -22,6 +22,7 @@ struct HeldListener {
   std::shared_ptr<Listener> listener;
 };
 using Pending = std::shared_ptr<Connecting>;
+using Registration = transport::Pipe::RegistrationLease;
 
 template <class Work>
 Result guarded(Work work) {
@@ -46,11 +47,7 @@ Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
 Result init(Logger logger) {
   set_logger(logger);
   return guarded([] {
-    std::string names;
-    for (const Device& device : Endpoint::instance().devices()) {
-      names += (names.empty() ? "" : ", ") + device.name + " " + device.address.text();
-    }
-    inform("uses TCP over " + names);
+    inform("uses " + Endpoint::instance().description());
     return Result::success;
   });
 }
@@ -123,13 +120,13 @@ Result listen(int device, void* raw, void** listener) {
 }
 
 // NCCL repeats the call until there is a comm. Between the calls the handle holds what is under way.
-Result connect(int, void* raw, void** comm) {
+Result connect(int device, void* raw, void** comm) {
   *comm = nullptr;
   return guarded([&] {
     Handle handle;
     std::memcpy(&handle, raw, sizeof handle);
     std::unique_ptr<Pending> pending(static_cast<Pending*>(handle.pending));
-    if (pending == nullptr) pending = std::make_unique<Pending>(Endpoint::instance().connect(handle));
+    if (pending == nullptr) pending = std::make_unique<Pending>(Endpoint::instance().connect(device, handle));
     const auto keep = [&](void* what) {
       std::memcpy(static_cast<std::byte*>(raw) + offsetof(Handle, pending), &what, sizeof what);
     };
@@ -151,11 +148,21 @@ Result accept(void* listener, void** comm) {
   });
 }
 
-Result register_memory(void*, void*, std::size_t, int kind, void** registration) {
+// A fabric keeps the memory registered until NCCL takes the registration back; TCP needs none.
+Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void** registration) {
   *registration = nullptr;
-  if (kind == kHostPointer) return Result::success;
-  warn("memory of a GPU was given, and only memory of the host was offered");
-  return Result::invalid_usage;
+  if (kind != kHostPointer) {
+    warn("memory of a GPU was given, and only memory of the host was offered");
+    return Result::invalid_usage;
+  }
+  return guarded([&] {
+    const auto& fabric = comm_of(comm).fabric();
+    if (fabric != nullptr) {
+      *registration = new Registration(fabric->lease(static_cast<std::byte*>(data), bytes,
+                                                     transport::fabric::RegistrationCache::Lifetime::persistent));
+    }
+    return Result::success;
+  });
 }
 
 Result register_dmabuf(void*, void*, std::size_t, int, std::uint64_t, int, void** registration) {
@@ -164,7 +171,12 @@ Result register_dmabuf(void*, void*, std::size_t, int, std::uint64_t, int, void*
   return Result::invalid_usage;
 }
 
-Result deregister_memory(void*, void*) { return Result::success; }
+Result deregister_memory(void*, void* registration) {
+  return guarded([&] {
+    delete static_cast<Registration*>(registration);
+    return Result::success;
+  });
+}
 
 Result send(void* comm, void* data, std::size_t bytes, int tag, void** request) {
   *request = nullptr;

@@ -12,6 +12,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string_view>
@@ -58,14 +59,16 @@ std::string_view variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-std::optional<int> parsed(std::string_view text, int least, int most) {
-  int value = 0;
+template <class Number>
+std::optional<Number> parsed(std::string_view text, Number least, Number most) {
+  Number value = 0;
   const auto [end, error] = std::from_chars(text.begin(), text.end(), value);
   if (error != std::errc() || end != text.end() || value < least || value > most) return std::nullopt;
   return value;
 }
 
-int number(const char* name, int otherwise, int least, int most) {
+template <class Number>
+Number number(const char* name, Number otherwise, Number least, Number most) {
   const std::string_view text = variable(name);
   if (text.empty()) return otherwise;
   const auto value = parsed(text, least, most);
@@ -74,6 +77,20 @@ int number(const char* name, int otherwise, int least, int most) {
                                 std::to_string(least) + " to " + std::to_string(most));
   }
   return *value;
+}
+
+// "fabric:efa" or "fabric:efa,memory": "efa". Ranks of one host that share memory are NCCL's to connect.
+std::string provider_of(std::string_view transport) {
+  if (transport.empty() || transport == "auto" || transport == "tcp") return {};
+  constexpr std::string_view kFabric = "fabric:", kMemory = ",memory";
+  auto provider = transport;
+  if (provider.ends_with(kMemory)) provider.remove_suffix(kMemory.size());
+  if (provider.starts_with(kFabric)) provider.remove_prefix(kFabric.size());
+  if (!transport.starts_with(kFabric) || provider.empty() || provider.find(',') != provider.npos) {
+    throw std::invalid_argument("NETFOLD_TRANSPORT=" + std::string(transport) +
+                                " is not one of auto, tcp, fabric:PROVIDER, fabric:PROVIDER,memory");
+  }
+  return std::string(provider);
 }
 
 }  // namespace
@@ -107,6 +124,17 @@ Settings Settings::from_environment() {
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
   settings.job_secret = read_secret(std::string(variable("NETFOLD_SECRET_FILE")));
   settings.reconnect_ns = 1'000'000'000LL * number("NETFOLD_RECONNECT_S", 10, 0, 3600);
+  settings.fabric = provider_of(variable("NETFOLD_TRANSPORT"));
+  if (!settings.fabric.empty() && settings.security != auth::Security::none) {
+    throw std::invalid_argument("NETFOLD_SECURITY=" + std::string(variable("NETFOLD_SECURITY")) +
+                                " and NETFOLD_TRANSPORT=" + std::string(variable("NETFOLD_TRANSPORT")) +
+                                " exclude each other: bytes over a fabric have no protection");
+  }
+  constexpr auto kMost = std::numeric_limits<std::size_t>::max();
+  auto& cache = settings.registrations;
+  settings.rma_min_bytes = number<std::size_t>("NETFOLD_RMA_MIN_BYTES", settings.rma_min_bytes, 0, kMost);
+  cache.entries = number<std::size_t>("NETFOLD_REGISTRATION_CACHE_ENTRIES", cache.entries, 0, kMost);
+  cache.bytes = number<std::size_t>("NETFOLD_REGISTRATION_CACHE_BYTES", cache.bytes, 0, kMost);
   return settings;
 }
 

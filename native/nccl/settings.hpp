@@ -2,6 +2,7 @@
 #pragma once
 
 #include <netfold/auth/records.hpp>
+#include <netfold/transport/fabric/registration_cache.hpp>
 
 #include <cstdint>
 #include <string>
@@ -18,6 +19,9 @@ struct Settings {
   int streams = 1;                                 // NETFOLD_NCCL_STREAMS: TCP connections of a comm, 1 to 8
   std::int64_t reconnect_ns = 10'000'000'000;      // NETFOLD_RECONNECT_S
   std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none
+  std::string fabric;                              // NETFOLD_TRANSPORT=fabric:PROVIDER; empty: TCP
+  std::size_t rma_min_bytes = 64 << 10;            // NETFOLD_RMA_MIN_BYTES
+  transport::fabric::RegistrationCache::Limits registrations;  // NETFOLD_REGISTRATION_CACHE_ENTRIES, _BYTES
 
   // Throws std::invalid_argument or std::runtime_error with a sentence that names the variable.
   static Settings from_environment();
