@@ -385,6 +385,7 @@ def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     scope = mutant.scope
     arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.foreign_packets]
     arguments += [int(scope.network == "merged"), scope.numbers, scope.timeouts]
+    arguments += [scope.pipeline_bits, scope.chunk_bits, scope.outlives, scope.rogue]
     arguments += scope.operations.split(",")
     if scope.last:
         arguments += [0, *scope.last.split(",")]

@@ -81,6 +81,10 @@ struct Scope {
   Network network = Network::monotone;
   std::uint32_t numbers = 0;     // distance of packet numbers; 0: packets have no numbers
   std::uint32_t timeouts = 0;    // with numbers: of each worker
+  std::uint32_t pipelines = 0;   // switches by the hardware profile: bit 0 the switch, or root, and bit 1 + F leaf F
+  std::uint32_t chunk_bits = 0;  // pipelines compare so many bits of a chunk, as netfold_tna.p4; 0: all, as netfold.p4
+  bool outlives = false;         // a pipeline goes on after a restart of the switch, beside the new one
+  bool rogue = false;            // the last worker breaks the rule of the window
   std::uint64_t max_states = 0;  // stops there, not exhausted; 0 means 2^32 - 2
 };
 
