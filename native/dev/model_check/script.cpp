@@ -3,6 +3,7 @@
 #include <netfold/protocol/worker.hpp>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -40,8 +41,10 @@ void check(const Scope& scope, std::uint64_t chunks) {
                                  scope.numbers * kMaxNumbers <= std::numeric_limits<std::uint32_t>::max()),
           "a scope with packet numbers has a monotone network, and all of its workers call the same");
   require(scope.pipelines >> (1 + scope.leaves.size()) == 0, "a scope has no pipelines beside its switches");
-  require(scope.chunk_bits == 0 || (scope.pipelines == 1 && scope.leaves.empty() && scope.chunk_bits <= kMostChunkBits),
-          "chunk_bits, up to " + std::to_string(kMostChunkBits) + ", is for a pipeline without leaves");
+  require(scope.chunk_bits == 0 || (scope.pipelines != 0 && scope.chunk_bits <= kMostChunkBits),
+          "chunk_bits, up to " + std::to_string(kMostChunkBits) + ", is for pipelines");
+  require(scope.chunk_bits == 0 || std::bit_ceil(2 * scope.window) < 1U << (scope.chunk_bits - 1),
+          "a pipeline has more chunk numbers of each sign than slots");
   require(!scope.rogue || scope.chunk_bits <= 3, "a rogue worker's pipeline compares at most 3 bits of a chunk");
   require(!scope.outlives || (scope.pipelines == 1 && scope.leaves.empty() && scope.restarts == 1),
           "a pipeline without leaves outlives one restart");

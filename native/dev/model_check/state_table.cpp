@@ -147,15 +147,18 @@ Id StateTable::new_switch(Generation generation, std::uint32_t restarts,
   auto config = config_of(generation, 0, leaf_count == 0 ? scope_.workers : leaf_count);
   for (std::uint16_t leaf = 0; leaf < leaf_count; ++leaf) config.names[leaf] = lowest_worker_below(leaf);
   if (leaf_count == 0) config.names.clear();
-  if (scope_.chunk_bits > 0) return switch_id({.machine = TofinoJob(config, scope_.chunk_bits), .restarts = restarts});
-  return switch_id({.machine = SwitchJob(config), .restarts = restarts, .leaves = leaves});
+  SwitchState state{.machine = SwitchJob(config), .restarts = restarts, .leaves = leaves};
+  if (scope_.chunk_bits > 0 && is_pipeline(state)) state.machine = TofinoJob(config, scope_.chunk_bits);
+  return switch_id(std::move(state));
 }
 
 Id StateTable::new_leaf(Id root, std::uint16_t leaf) {
   const Generation above = switches_[root].generation();
   auto config = config_of(switches_[root].leaves[leaf], lowest_worker_below(leaf), scope_.leaves[leaf]);
   config.parent = protocol::ParentLink{kJob, above.epoch, above.incarnation, leaf};
-  return switch_id({.machine = SwitchJob(config), .leaf = leaf});
+  SwitchState state{.machine = SwitchJob(config), .leaf = leaf};
+  if (scope_.chunk_bits > 0 && is_pipeline(state)) state.machine = TofinoJob(config, scope_.chunk_bits);
+  return switch_id(std::move(state));
 }
 
 Id StateTable::new_worker(Id machine, std::uint16_t worker) {
@@ -209,7 +212,7 @@ bool StateTable::is_pipeline(const SwitchState& state) const {
 
 void StateTable::receive_at_tofino(SwitchState& state, const Packet& packet, Step& step) {
   std::vector<std::byte> bytes = packet.bytes;
-  const auto handled = std::get<TofinoJob>(state.machine).handle_packet(bytes);
+  const auto handled = std::get<TofinoJob>(state.machine).handle_packet(bytes, packet.from_switch);
   switch (handled.outcome) {
     case SwitchJob::Outcome::stored:
       step.became = "stored";
@@ -224,7 +227,13 @@ void StateTable::receive_at_tofino(SwitchState& state, const Packet& packet, Ste
       step.became = "mismatch";
       if (script_.agreed(handled.chunk) && !scope_.rogue) step.broken = kMismatchOfAgreed;
       break;
-    default:
+    case SwitchJob::Outcome::summed:
+    case SwitchJob::Outcome::resend_sum:
+      return send_pipelined_sum(state, handled, bytes, step);
+    case SwitchJob::Outcome::nack:
+      step.became = "ignored a NACK";
+      return;
+    case SwitchJob::Outcome::dropped:
       step.became = dropped(handled.drop);
       return;
   }
@@ -234,6 +243,19 @@ void StateTable::receive_at_tofino(SwitchState& state, const Packet& packet, Ste
       send_result(state, worker, bytes, step);
     }
   }
+}
+
+void StateTable::send_pipelined_sum(SwitchState& state, const SwitchJob::Handled& handled,
+                                    std::span<const std::byte> sum, Step& step) {
+  step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
+  std::vector<std::byte> bytes(sum.begin(), sum.end());
+  if (scope_.numbers > 0) {
+    state.sum_requests += handled.outcome == SwitchJob::Outcome::resend_sum;
+    Header header = header_of(sum);
+    header.packet_number = state.numbers.newest += scope_.numbers;
+    protocol::write_header(header, bytes.data());
+  }
+  send_sum(state, bytes, step);
 }
 
 void StateTable::announce(SwitchState& state, std::span<const std::byte> result, Step& step) const {
@@ -279,17 +301,12 @@ void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Ste
       break;
     case SwitchJob::Outcome::summed:
     case SwitchJob::Outcome::resend_sum: {
-      step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
-      if (scope_.numbers == 0) {
-        send_sum(state, machine.sum(handled.slot, 0), step);
-        break;
-      }
-      state.sum_requests += handled.outcome == SwitchJob::Outcome::resend_sum;
       if (!has_nacks) {
-        state.numbers.newest += scope_.numbers;
-        send_sum(state, machine.sum(handled.slot, state.numbers.newest), step);
+        send_pipelined_sum(state, handled, machine.sum(handled.slot, 0), step);
         break;
       }
+      step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
+      state.sum_requests += handled.outcome == SwitchJob::Outcome::resend_sum;
       state.sender.offer(handled.slot);
       const std::uint64_t last = state.numbers.sent[handled.chunk];
       send_sums(state, [last](std::uint64_t number) { return number == last; }, step);

@@ -168,6 +168,9 @@ class StateTable {
   void receive_at_switch(SwitchState& state, const Packet& packet, Step& step);
   // The pipeline of native/p4/netfold_tna.p4.
   void receive_at_tofino(SwitchState& state, const Packet& packet, Step& step);
+  // A leaf without a sender of sums sends one, with the next number.
+  void send_pipelined_sum(SwitchState& state, const protocol::SwitchJob::Handled& handled,
+                          std::span<const std::byte> sum, Step& step);
   // Whether the switch has no NACKs and no sender of sums.
   bool is_pipeline(const SwitchState& state) const;
   void send_result(const SwitchState& state, std::uint16_t worker, std::span<const std::byte> bytes, Step& step);
