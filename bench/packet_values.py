@@ -175,12 +175,14 @@ def draw(found: Found) -> str:
     marks.append(_text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 12, "values of 32 bits in a packet"))
     marks.append(_text(LEFT, 20, "The values' part of a link's rate", "start", 'font-size="16" font-weight="bold"'))
     legend = [
-        ('<rect y="-10" width="14" height="11" fill="#a5c8f5"/>', "on a cable, by headers"),
-        ('<path d="M0 -4H16" stroke="#57606a" stroke-dasharray="4 3"/>', "on a rack's link, by headers"),
-        *((f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured, {rate}") for rate, ink in INKS.items()),
+        ('<rect y="-10" width="14" height="11" fill="#a5c8f5"/>', "a cable, by headers"),
+        ('<path d="M0 -4H16" stroke="#57606a" stroke-dasharray="4 3"/>', "a rack, by headers"),
+        *((f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured in a rack, {rate}") for rate, ink in INKS.items()),
     ]
-    for number, (mark, label) in enumerate(legend):
-        marks.append(f'<g transform="translate({LEFT + 172 * number} 46)">{mark}{_text(24, 0, label, "start")}</g>')
+    x = float(LEFT)
+    for mark, label in legend:
+        marks.append(f'<g transform="translate({x:.0f} 46)">{mark}{_text(22, 0, label, "start")}</g>')
+        x += 36 + 6.7 * len(label)
     drawn = "\n  ".join(marks)
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="Helvetica, Arial, sans-serif" font-size="13">
