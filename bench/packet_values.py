@@ -177,7 +177,10 @@ def draw(found: Found) -> str:
     legend = [
         ('<rect y="-10" width="14" height="11" fill="#a5c8f5"/>', "a cable, by headers"),
         ('<path d="M0 -4H16" stroke="#57606a" stroke-dasharray="4 3"/>', "a rack, by headers"),
-        *((f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured in a rack, {rate}") for rate, ink in INKS.items()),
+        *(
+            (f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured in a rack, {rate}")
+            for rate, ink in INKS.items()
+        ),
     ]
     x = float(LEFT)
     for mark, label in legend:
