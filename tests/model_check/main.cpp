@@ -1,7 +1,7 @@
 // Runs one search with the machines that are linked in (mutants.py).
-// Arguments: workers, leaves (as 1,1 or -), window, restarts, whether the network holds another job's packets, whether it
-// is merged, numbers, timeouts, pipelines, chunk_bits, whether one outlives a restart, whether the last worker is a
-// rogue, the operations, and, behind a 0, the last worker's where it calls others.
+// Arguments: workers, leaves (as 1,1 or -), window, restarts; whether the network holds another job's packets, and
+// whether it is merged; numbers, timeouts, pipelines, chunk_bits; whether a pipeline outlives a restart, and whether the
+// last worker is a rogue. Then the operations, and behind a 0 the last worker's where it calls others.
 // Output: the report and the trace's records, a line each, as fields separated by tabs.
 // With the single argument `hellos`: the promise that search_validation finds broken.
 #include <netfold/model_check/search.hpp>
