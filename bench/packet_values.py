@@ -1,4 +1,4 @@
-"""What packets of few values cost on the wire, by the headers' bytes and in an emulated rack, as root:
+"""Measure what packets of few values cost on the wire, by the headers' bytes and in an emulated rack, as root:
 
     .venv/bin/python bench/packet_values.py      # some six minutes; also draws docs/packet-values.svg
 
