@@ -85,7 +85,7 @@ ControlStream::ControlStream(const SwitchAddress& to, std::int64_t deadline_ns) 
     throw ConnectError(" refused the connection: nothing listens there. Start it with `netfold switch --listen " +
                        to.endpoint() + "`, or unset NETFOLD_SWITCH to use host algorithms");
   }
-  if (error == ETIMEDOUT) throw ConnectError(" did not answer in time; is the address right?");
+  if (error == ETIMEDOUT) throw Unanswered();
   if (error != 0) throw ConnectError(std::string(" cannot be reached: ") + std::strerror(error));
   fd_ = transport::ProcessFd(std::move(connected));
   local_ = Address::local_of(fd_.get());

@@ -20,6 +20,8 @@ namespace netfold::control {
 struct TimedOut : std::runtime_error {
   TimedOut() : std::runtime_error("it did not answer in time") {}
 };
+// Nobody answered the request for a connection.
+struct Unanswered : TimedOut {};
 // The connection ended in order.
 struct Ended : std::runtime_error {
   Ended() : std::runtime_error("the connection was closed") {}
@@ -29,12 +31,12 @@ struct ConnectError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Not thread-safe. All errors but ConnectError leave the stream unusable: TimedOut, Ended, ProtocolError,
+// Not thread-safe. All errors leave the stream unusable: TimedOut, Ended, ProtocolError,
 // std::system_error, and std::runtime_error of TLS.
 class ControlStream {
  public:
   // Connects and, where the address has a fingerprint, does the handshake and compares the fingerprint before any
-  // message is sent. Throws ConnectError. A host name is resolved first, as long as the resolver takes.
+  // message is sent. Throws ConnectError or Unanswered. A host name is resolved first, as long as the resolver takes.
   ControlStream(const SwitchAddress& to, std::int64_t deadline_ns);
 
   bool is_authenticated() const { return tls_ != nullptr; }

@@ -161,6 +161,17 @@ struct Membership::Connection {
     return message;
   }
 
+  // A switch that has ended the job answers none of its packets, and has sent the reason as a refusal. Throws it.
+  void check_refusal() {
+    std::optional<Value> message;
+    try {
+      message = stream.try_receive();
+    } catch (const std::exception&) {
+      return;
+    }
+    if (message && text_of(*message, "type") == "refused") check_reply(*message, "refused", false);
+  }
+
   std::string endpoint;
   int rank;
   std::vector<int> ranks;  // of the job
@@ -181,11 +192,11 @@ Membership::~Membership() = default;
 std::unique_ptr<Membership> Membership::join(const JoinRequest& request) {
   check_request(request);
   const std::int64_t deadline_ns = now_ns() + request.timeout_ns;
-  const std::string name =
-      "rank " + std::to_string(request.rank) + ": the switch at " + request.to.endpoint() + " (NETFOLD_SWITCH)";
+  const std::string address = "rank " + std::to_string(request.rank) + ": the switch at " + request.to.endpoint();
+  const std::string name = address + " (NETFOLD_SWITCH)";
   const bool is_pinned = !request.to.fingerprint.empty();
   if (!is_pinned && request.security != auth::Security::none) {
-    throw std::runtime_error(name + " has no keys, and NETFOLD_SECURITY=" +
+    throw std::runtime_error(address + " has no keys, and NETFOLD_SECURITY=" +
                              (request.security == auth::Security::encrypt ? "encrypt" : "authenticate") +
                              ": start it with --token-file, and name it with its fingerprint");
   }
@@ -206,6 +217,9 @@ std::unique_ptr<Membership> Membership::join(const JoinRequest& request) {
     return joined;
   } catch (const ConnectError& error) {
     throw std::runtime_error(name + error.what());
+  } catch (const Unanswered&) {
+    throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
+                             "; is the address right?");
   } catch (const TimedOut&) {
     throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
                              ": either it is no netfold switch, or not all of the " +
@@ -248,9 +262,7 @@ void Membership::admit(const JoinRequest& request, std::int64_t deadline_ns) {
   try {
     probed_bytes = probe_path(*port, to, admission, deadline_ns);
   } catch (const PathError&) {
-    // A switch that has ended the job answers none of its packets, and has sent the reason as a refusal.
-    const std::optional<Value> message = stream.try_receive();
-    if (message) check_reply(*message, "refused", false);
+    connection_->check_refusal();
     throw;
   }
   stream.send(Value::Map{{"type", "ready"}, {"payload_bytes", probed_bytes}}, deadline_ns + kGraceNs);
