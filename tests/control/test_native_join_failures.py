@@ -499,6 +499,15 @@ def admit_and_then(then: Callable[[socket.socket], None]) -> Callable[[socket.so
     return serve
 
 
+def test_a_switch_of_the_hardware_profile_fixes_the_length_of_packets() -> None:
+    with echo() as port:
+        admitted = {**ADMITTED, "port": port, "profile": "hardware", "payload_bytes": 512}
+        with fake(answers(admitted, {**START, "payload_bytes": 512})) as endpoint:
+            member = join(0, 1, endpoint, job=JOB)
+            assert member.hardware and member.payload_bytes == 512 and member.window == 8
+            member.leave("done")
+
+
 def answer_queries(stream: socket.socket, **fields: Any) -> None:
     while True:
         query = control_messages.receive(stream)
