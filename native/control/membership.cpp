@@ -24,14 +24,15 @@ using transport::UdpSocket;
 
 // Added to a deadline: the switch reports a passed deadline itself, and its reason is the better one.
 constexpr std::int64_t kGraceNs = 2'000'000'000;
+constexpr std::int64_t kMaxTimeoutNs = 86'400'000'000'000;
 constexpr std::int64_t kLeaveNs = 1'000'000'000;
 constexpr std::size_t kMaxReason = 400;
+constexpr std::size_t kMaxWindowBytes = 64 << 20;
 // As in netfold/switch_protocol/control_messages.py and data_path.py: bytes of values in a packet, longest first; how
-// long each but the last is tried, and the last one; and the smallest window.
+// long each but the last is tried, and the last one.
 constexpr std::array<std::size_t, 3> kPayloads = {8880, 1408, 1152};
 constexpr std::int64_t kProbeNs = 120'000'000;
 constexpr std::int64_t kLastProbeNs = 5'000'000'000;
-constexpr std::size_t kLeastWindowChunks = 8;
 constexpr const char* kHardware = "hardware";
 
 constexpr std::uint64_t kMost32 = 0xffffffff, kMost64 = ~std::uint64_t{0};
@@ -51,10 +52,8 @@ transport::Address with_port(transport::Address address, std::uint16_t port) {
   return address;
 }
 
-std::string seconds(std::int64_t ns) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) / 1e9);
-  return text;
+Membership::Event lost(const std::string& endpoint, const std::string& why) {
+  return {Membership::Event::Kind::lost, "the switch at " + endpoint + " is gone (" + why + ")", -1};
 }
 
 void check_request(const JoinRequest& request) {
@@ -65,6 +64,9 @@ void check_request(const JoinRequest& request) {
   if (std::ranges::count(request.ranks, request.rank) != 1 || request.ranks.size() > protocol::kMaxWorkers) {
     throw std::invalid_argument("a job has 1 to " + std::to_string(protocol::kMaxWorkers) +
                                 " ranks, and this one among them, not " + std::to_string(request.ranks.size()));
+  }
+  if (request.timeout_ns <= 0 || request.timeout_ns > kMaxTimeoutNs) {
+    throw std::invalid_argument("a join takes more than 0 s and up to a day, not " + seconds(request.timeout_ns));
   }
   if (request.window_bytes == 0) throw std::invalid_argument("a window has at least 1 byte");
 }
@@ -271,9 +273,9 @@ void Membership::admit(const JoinRequest& request, std::int64_t deadline_ns) {
   const auto epoch = static_cast<std::uint32_t>(unsigned_of(start, "epoch", kMost32));
   payload_bytes_ = unsigned_of(start, "payload_bytes", probed_bytes);
   if (payload_bytes_ == 0 || payload_bytes_ % 8 != 0) throw ProtocolError("it starts packets without values");
-  // The channel keeps a window of results, so its memory is bounded here.
+  // The channel keeps a window of results. The job's first rank chose the window, which may be larger than this one's.
   const std::size_t most_chunks =
-      std::max(kLeastWindowChunks, request.window_bytes / (payload_bytes_ + protocol::kHeaderBytes));
+      std::max(kMaxWindowBytes, request.window_bytes) / (payload_bytes_ + protocol::kHeaderBytes);
   window_ = static_cast<std::uint32_t>(
       unsigned_of(start, "window", std::min<std::uint64_t>(most_chunks, protocol::kMaxWindow)));
   if (window_ == 0) throw ProtocolError("it grants a window without chunks");
@@ -313,9 +315,6 @@ std::optional<Membership::Event> Membership::poll(std::int64_t now_ns, const col
 
 std::optional<Membership::Event> Membership::look(std::int64_t now_ns, const collective::Channel& channel) {
   Connection& connection = *connection_;
-  const auto lost = [](const std::string& endpoint, const std::string& why) {
-    return Event{Event::Kind::lost, "the switch at " + endpoint + " is gone (" + why + ")", -1};
-  };
   if (auto event = read()) return event;
   if (!channel.path_error().empty()) return lost(connection.endpoint, channel.path_error());
   SwitchWatch& watch = connection.watch;
@@ -351,7 +350,6 @@ std::optional<Membership::Event> Membership::look(std::int64_t now_ns, const col
 std::optional<Membership::Event> Membership::read() {
   constexpr int kMaxMessages = 64;
   Connection& connection = *connection_;
-  std::string endpoint = connection.endpoint, why = "it closed the connection";
   try {
     for (int i = 0; i < kMaxMessages; ++i) {
       const auto message = connection.stream.try_receive();
@@ -370,15 +368,14 @@ std::optional<Membership::Event> Membership::read() {
           connection.left[rank] = {text_of(*message, "reason"), fault_of(*message)};
         }
       } else if (type == "refused") {
-        // The lost switch may be another one of the tree. The end of the connection follows.
-        why = text_of(*message, "reason");
-        if (const std::string other = text_of(*message, "switch"); !other.empty()) endpoint = other;
-        return Event{Event::Kind::lost, "the switch at " + endpoint + " is gone (" + why + ")", -1};
+        // The lost switch may be another one of the tree.
+        const std::string other = text_of(*message, "switch");
+        return lost(other.empty() ? connection.endpoint : other, text_of(*message, "reason"));
       }
     }
     return std::nullopt;
   } catch (const std::exception&) {
-    return Event{Event::Kind::lost, "the switch at " + endpoint + " is gone (" + why + ")", -1};
+    return lost(connection.endpoint, "it closed the connection");
   }
 }
 

@@ -3,6 +3,7 @@
 #include <netfold/control/membership.hpp>
 
 #include <algorithm>
+#include <cstdio>
 #include <limits>
 
 namespace netfold::control {
@@ -97,6 +98,12 @@ std::string text_of(const Value& message, std::string_view name) {
   std::string text = value->substr(0, end);
   // A line of a log stays one line.
   std::ranges::replace_if(text, [](char each) { return static_cast<unsigned char>(each) < 0x20 || each == 0x7f; }, ' ');
+  return text;
+}
+
+std::string seconds(std::int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) / 1e9);
   return text;
 }
 

@@ -30,4 +30,7 @@ int fault_of(const Value& message);
 // Text of the switch for people: one line of a bounded length; empty where the field is absent or no text.
 std::string text_of(const Value& message, std::string_view name);
 
+// A time for people: "2.5 s".
+std::string seconds(std::int64_t ns);
+
 }  // namespace netfold::control

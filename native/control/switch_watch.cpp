@@ -1,19 +1,11 @@
 #include <netfold/control/switch_watch.hpp>
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
+#include "messages.hpp"
+
 namespace netfold::control {
-namespace {
-
-std::string seconds(std::int64_t ns) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) / 1e9);
-  return text;
-}
-
-}  // namespace
 
 SwitchWatch::Action SwitchWatch::poll(std::int64_t now_ns, std::optional<std::uint64_t> chunk, bool urgent) {
   time_ns_ += std::min(now_ns - last_tick_ns_, kTickNs);

@@ -215,6 +215,8 @@ def test_a_rank_that_joins_twice() -> None:
         {"ranks": []},
         {"ranks": [0, 0]},
         {"window_bytes": 0},
+        {"timeout_s": 0.0},
+        {"timeout_s": 1e9},
     ],
 )
 def test_a_request_that_no_switch_would_take(fields: dict[str, Any]) -> None:
@@ -393,7 +395,7 @@ START = {"type": "start", "epoch": 1, "payload_bytes": 1408, "window": 8}
         {"payload_bytes": 8888},  # longer than any packet that came back
         {"payload_bytes": -8},
         {"window": 0},
-        {"window": 1 << 20},  # more than this rank asked for
+        {"window": 1 << 20},  # 1.5 GB
         {"window": "8"},
         {"type": "admitted"},
     ],

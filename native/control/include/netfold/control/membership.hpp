@@ -36,9 +36,9 @@ struct JoinRequest {
   std::string name;        // for the switch's log and metrics: up to 64 of [A-Za-z0-9_.:/+-]; may be empty
   int rank = 0;            // of this process, one of `ranks`
   std::vector<int> ranks;  // of all workers, in worker order, the same on every rank
-  std::size_t window_bytes = 1 << 20;  // in flight, at most
+  std::size_t window_bytes = 1 << 20;  // in flight; the job has the first rank's
   auth::Security security = auth::Security::none;
-  std::int64_t timeout_ns = 60'000'000'000;  // until all ranks have joined
+  std::int64_t timeout_ns = 60'000'000'000;  // until all ranks have joined; up to a day
 };
 
 // Owns the control connection. Thread-safe. It has no thread of its own: the owner calls `poll`.
