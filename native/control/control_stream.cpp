@@ -1,6 +1,7 @@
 #include "control_stream.hpp"
 
 #include <netdb.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -87,6 +88,9 @@ ControlStream::ControlStream(const SwitchAddress& to, std::int64_t deadline_ns) 
   }
   if (error == ETIMEDOUT) throw Unanswered();
   if (error != 0) throw ConnectError(std::string(" cannot be reached: ") + std::strerror(error));
+  // A small message behind the handshake would wait 40 ms for the peer's delayed acknowledgement.
+  const int no_delay = 1;
+  ::setsockopt(connected.get(), IPPROTO_TCP, TCP_NODELAY, &no_delay, sizeof no_delay);
   fd_ = transport::ProcessFd(std::move(connected));
   local_ = Address::local_of(fd_.get());
   if (!to.fingerprint.empty()) shake_hands(to.fingerprint, deadline_ns);
