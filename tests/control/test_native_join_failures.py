@@ -552,7 +552,11 @@ def test_a_switch_that_names_a_lost_one_above_it() -> None:
     ],
 )
 def test_garbage_after_the_start_ends_the_membership(message: bytes) -> None:
-    with fake(admit_and_then(lambda stream: stream.sendall(message) or stream.recv(1))) as endpoint:
+    def send(stream: socket.socket) -> None:
+        stream.sendall(message)
+        stream.recv(1)
+
+    with fake(admit_and_then(send)) as endpoint:
         said = join(0, 1, endpoint, job=JOB).watch(int(seconds(10) * 1e9))
     assert said.startswith(f"the switch at {endpoint} is gone (")
 

@@ -138,8 +138,8 @@ def test_text_is_utf_8() -> None:
             control.recode(bytes([0xA0 + len(text)]) + text)
         with pytest.raises(UnicodeDecodeError):
             text.decode()
-    for text in ("\u07ff", "\ud7ff", "\ue000", "\uffff", "\U0010ffff", "\0"):
-        assert control.recode(msgpack.packb(text))[0] == text
+    for good in ("\u07ff", "\ud7ff", "\ue000", "\uffff", "\U0010ffff", "\0"):
+        assert control.recode(msgpack.packb(good))[0] == good
 
 
 def test_a_float_of_32_bits_is_read() -> None:
