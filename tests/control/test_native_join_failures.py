@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -29,7 +28,7 @@ from netfold.switch_protocol.control_messages import VERSION, Message
 
 pytestmark = pytest.mark.native
 
-TOKEN = secrets.token_hex(32)
+TOKEN = "0123456789abcdef" * 4  # the same in every process of pytest-xdist, which names tests by it
 JOB = "ab" * 16
 
 
