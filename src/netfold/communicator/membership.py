@@ -240,8 +240,10 @@ class Membership:
                     # The lost switch may be another one of the tree.
                     reason = str(message.get("reason"))
                     lost_endpoint = str(message.get("switch") or lost_endpoint)
-        except (EOFError, OSError, ProtocolError, ValueError):
+        except (EOFError, OSError):
             pass
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"it sent a malformed control message: {error!r}"
         if os.getpid() == pid:
             self._report_loss(lost, reason, lost_endpoint)
 
