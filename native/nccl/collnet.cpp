@@ -104,15 +104,16 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
     team.broadcast(digest, now_ns() + kAgreeNs);
     control::JoinRequest request;
     Algorithms algorithms;
-    const auto agree = [&](const std::string& own) {
-      const std::string problem = team.first_problem(own, now_ns() + kAgreeNs);
+    const auto agree = [&](const auto& work) {
+      const std::int64_t began_ns = now_ns();
+      const std::string problem = team.first_problem(problem_of(work), began_ns, began_ns + kAgreeNs);
       if (!problem.empty()) throw std::runtime_error(problem);
     };
-    agree(problem_of([&] {
+    agree([&] {
       algorithms = parse_algorithms(settings.algorithm);
       request.to = control::SwitchAddress::parse(settings.switches);
       request.token = control::read_token(settings.token_file);
-    }));
+    });
     request.job = hexadecimal(digest);
     request.name = settings.job_name;
     request.rank = rank;
@@ -122,10 +123,10 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
     request.timeout_ns = kJoinNs;
     std::unique_ptr<collective::Channel> channel;
     try {
-      agree(problem_of([&] {
+      agree([&] {
         membership = Membership::join(request);
         channel = membership->take_channel();
-      }));
+      });
     } catch (const std::exception&) {
       if (membership != nullptr) membership->leave("another rank of its communicator was refused");
       throw;

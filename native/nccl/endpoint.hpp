@@ -42,6 +42,8 @@ struct Handle {
   void* pending = nullptr;
 };
 static_assert(sizeof(Handle) <= kHandleBytes);
+// Throws std::runtime_error for a handle of another plugin, or of NCCL's own.
+void require_own(const Handle& handle);
 
 // Collects the connections to one handle. Those of the other ranks of a collective communicator (`members`) stay as they
 // are; of others it makes comms.
@@ -106,7 +108,8 @@ class Endpoint {
   void close(const Listener& listener);
   // Throws std::runtime_error for a handle of another plugin or transport.
   std::shared_ptr<Connecting> connect(int device, const Handle& handle);
-  // `count` connections of member `rank` to a listener of members. Blocks. Throws std::runtime_error.
+  // `count` connections of member `rank` to a listener of members, whose handle is this plugin's. Blocks. Throws
+  // std::runtime_error.
   Connections join(const Handle& handle, int rank, int count, std::int64_t deadline_ns);
   // Closes it once everything has arrived, after kCloseNs at the latest.
   void close(const std::shared_ptr<Comm>& comm);

@@ -134,6 +134,13 @@ Algorithms parse_algorithms(std::string_view text) {
 }
 
 std::string choose_paths(engine::Group& group, const Algorithms& fixed) {
+  const auto is_split = [](const auto& each) { return each.second == AlgorithmId::split; };
+  if (fixed.size() == kKinds.size() && std::ranges::none_of(fixed, is_split)) {
+    std::vector<Choice> table;
+    for (const auto& [kind, algorithm] : fixed) table.push_back({.kind = kind, .algorithm = algorithm});
+    group.set_table(std::move(table), 2);
+    return "NETFOLD_ALGORITHM says how";
+  }
   const Line through_switch = measured(group, AlgorithmId::in_network);
   const Line ring = measured(group, AlgorithmId::ring);
   // A ring's all_gather has half the steps and half the bytes.

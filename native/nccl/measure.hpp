@@ -24,7 +24,7 @@ using Algorithms = std::map<collective::Kind, collective::AlgorithmId>;
 Algorithms parse_algorithms(std::string_view text);
 
 // Before the group's first operation; every rank calls it, with the same `fixed`, whose operations are not chosen here.
-// Sets the group's table and shares. Returns a sentence for the log.
+// Sets the group's table and shares; measures unless nothing is left to choose. Returns a sentence for the log.
 // Throws std::runtime_error where an operation fails.
 std::string choose_paths(engine::Group& group, const Algorithms& fixed);
 

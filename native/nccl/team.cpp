@@ -76,15 +76,17 @@ void move(Mesh& mesh, int peer, Direction direction, std::span<std::byte> bytes,
 
 // Travels whole, so that its size is known.
 struct Report {
+  std::int64_t after_ns = 0;
   std::uint32_t bytes = 0;
-  std::array<char, 508> text{};
+  std::array<char, 500> text{};
 
-  explicit Report(const std::string& what = {})
-      : bytes(static_cast<std::uint32_t>(std::min(what.size(), text.size()))) {
+  explicit Report(const std::string& what = {}, std::int64_t after = 0)
+      : after_ns(after), bytes(static_cast<std::uint32_t>(std::min(what.size(), text.size()))) {
     std::memcpy(text.data(), what.data(), bytes);
   }
   std::string what() const { return {text.data(), std::min<std::size_t>(bytes, text.size())}; }
 };
+static_assert(sizeof(Report) == 512);
 
 std::span<std::byte> bytes_of(Report& report) { return std::as_writable_bytes(std::span(&report, 1)); }
 
@@ -96,6 +98,13 @@ Team Team::connect(Listener& listener, std::span<const Handle> handles, int rank
   std::array<Pipes, kPurposes> pipes;
   for (Pipes& each : pipes) each.resize(handles.size());
   const auto count = [](int lower) { return static_cast<int>(lower == 0 ? kPurposes : kToFirst); };
+  for (int peer = 0; peer < size; ++peer) {
+    try {
+      require_own(handles[static_cast<std::size_t>(peer)]);
+    } catch (const std::runtime_error& error) {
+      fail(peer, std::string("cannot take part: ") + error.what());
+    }
+  }
   for (int peer = 0; peer < rank; ++peer) {
     try {
       add(pipes, peer, endpoint.join(handles[static_cast<std::size_t>(peer)], rank, count(peer), deadline_ns));
@@ -129,20 +138,20 @@ void Team::broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns) {
   for (int peer = 1; peer < size(); ++peer) move(*to_first, peer, Direction::send, bytes, deadline_ns);
 }
 
-std::string Team::first_problem(const std::string& own, std::int64_t deadline_ns) {
-  Report report(own);
+std::string Team::first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns) {
+  const std::string name = "rank " + std::to_string(rank()) + ": ";
+  Report first(own.empty() || own.starts_with(name) ? own : name + own, now_ns() - began_ns);
   if (rank() > 0) {
-    move(*to_first, 0, Direction::send, bytes_of(report), deadline_ns);
+    move(*to_first, 0, Direction::send, bytes_of(first), deadline_ns);
   } else {
-    std::string first = own.empty() ? "" : "rank 0: " + own;
     for (int peer = 1; peer < size(); ++peer) {
+      Report report;
       move(*to_first, peer, Direction::receive, bytes_of(report), deadline_ns);
-      if (first.empty() && report.bytes > 0) first = "rank " + std::to_string(peer) + ": " + report.what();
+      if (report.bytes > 0 && (first.bytes == 0 || report.after_ns < first.after_ns)) first = report;
     }
-    report = Report(first);
   }
-  broadcast(bytes_of(report), deadline_ns);
-  return report.what();
+  broadcast(bytes_of(first), deadline_ns);
+  return first.what();
 }
 
 }  // namespace netfold::nccl

@@ -30,9 +30,10 @@ struct Team {
   // The same bytes on every rank: those of rank 0. Each function blocks, and every rank calls it.
   // Throws std::runtime_error with the rank that did not answer until `deadline_ns`, or is gone.
   void broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns);
-  // own: why this rank cannot go on; empty: it can. Returns the same on every rank: "rank 3: why", or nothing where all
-  // can go on.
-  std::string first_problem(const std::string& own, std::int64_t deadline_ns);
+  // own: why this rank cannot go on; empty: it can. began_ns: when it began to find out.
+  // Returns the same on every rank: "rank 3: why" of the problem that came up soonest, which may be the cause of others;
+  // nothing where all can go on.
+  std::string first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns);
 };
 
 }  // namespace netfold::nccl
