@@ -111,6 +111,10 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
     };
     agree([&] {
       algorithms = parse_algorithms(settings.algorithm);
+      if (settings.switches.find(',') != std::string::npos) {
+        throw std::invalid_argument("NETFOLD_SWITCH=" + settings.switches +
+                                    " names several switches, and CollNet uses one: name that alone");
+      }
       request.to = control::SwitchAddress::parse(settings.switches);
       request.token = control::read_token(settings.token_file);
     });

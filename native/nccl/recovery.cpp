@@ -46,22 +46,30 @@ class Watcher {
   void run() {
     std::int64_t looked_ns = 0;
     for (;;) {
-      const auto done = Engine::instance().completions.pop(Recovery::kTickNs);
-      std::set<std::shared_ptr<Recovery>> all;
-      {
-        const std::lock_guard lock(mutex_);
-        all = all_;
+      try {
+        run_once(looked_ns);
+      } catch (const std::exception&) {  // memory is short: the next look may find more
+        std::this_thread::sleep_for(std::chrono::nanoseconds(Recovery::kTickNs));
       }
-      const std::int64_t now = now_ns();
-      const bool is_due = now >= looked_ns + Recovery::kTickNs;
-      if (is_due) looked_ns = now;
-      for (const auto& each : all) {
-        try {
-          if (done) each->operation_done(*done);
-          if (is_due) each->look(now);
-        } catch (const std::exception& error) {
-          each->fail(error.what());
-        }
+    }
+  }
+
+  void run_once(std::int64_t& looked_ns) {
+    const auto done = Engine::instance().completions.pop(Recovery::kTickNs);
+    std::set<std::shared_ptr<Recovery>> all;
+    {
+      const std::lock_guard lock(mutex_);
+      all = all_;
+    }
+    const std::int64_t now = now_ns();
+    const bool is_due = now >= looked_ns + Recovery::kTickNs;
+    if (is_due) looked_ns = now;
+    for (const auto& each : all) {
+      try {
+        if (done) each->operation_done(*done);
+        if (is_due) each->look(now);
+      } catch (const std::exception& error) {
+        each->fail(error.what());
       }
     }
   }

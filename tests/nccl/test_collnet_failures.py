@@ -267,6 +267,8 @@ def test_a_wrong_setting_of_one_rank_keeps_all_off_the_switch() -> None:
         env = {"NETFOLD_SWITCH": switch.endpoint}
         texts = refusals(env, {2: {"NETFOLD_ALGORITHM": "hierarchical"}})
         assert all("rank 2: NETFOLD_ALGORITHM=hierarchical" in text for text in texts), texts
+        texts = refusals(env, {1: {"NETFOLD_SWITCH": f"{switch.endpoint},{switch.endpoint}"}})
+        assert all("rank 1: " in text and "names several switches" in text for text in texts), texts
         texts = refusals(env, {0: {"NETFOLD_SWITCH": "nowhere"}})
         assert all("rank 0: " in text and "NETFOLD_SWITCH" in text for text in texts), texts
 
