@@ -3,6 +3,7 @@
 #include <netfold/collective/registry.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -26,6 +27,8 @@ constexpr std::int64_t kConnectNs = 30'000'000'000;
 constexpr std::int64_t kJoinNs = 10'000'000'000;
 // For the slowest rank to say that it has joined.
 constexpr std::int64_t kAgreeNs = 2 * kJoinNs;
+// The name of host_choices() in messages; choose_paths() has names of its own.
+constexpr std::uint16_t kTableWithoutSwitch = 3;
 
 std::string hexadecimal(std::span<const std::byte> bytes) {
   std::string text;
@@ -45,6 +48,78 @@ std::string problem_of(Work work) {
   } catch (const std::exception& error) {
     return error.what();
   }
+}
+
+// What rank 0 says to all: the job at the switch, and its NETFOLD_ALGORITHM, which must be one for all ranks.
+struct Proposal {
+  Id job{};
+  std::array<char, 256> algorithm{};
+};
+
+struct Joined {
+  std::unique_ptr<Membership> membership;
+  std::unique_ptr<collective::Channel> channel;
+  std::string endpoint;
+  Algorithms algorithms;
+};
+
+// Joins the switch, on all ranks or on none.
+Joined join(Team& team) {
+  const Settings& settings = Endpoint::instance().settings();
+  Proposal proposal;
+  if (team.rank() == 0) {
+    fill_random(proposal.job);
+    settings.algorithm.copy(proposal.algorithm.data(), proposal.algorithm.size() - 1);
+  }
+  team.broadcast(std::as_writable_bytes(std::span(&proposal, 1)), now_ns() + kAgreeNs);
+  const auto agree = [&](const auto& work) {
+    const std::int64_t began_ns = now_ns();
+    const std::string problem = team.first_problem(problem_of(work), began_ns, began_ns + kAgreeNs);
+    if (!problem.empty()) throw std::runtime_error(problem);
+  };
+
+  Joined joined;
+  control::JoinRequest request;
+  agree([&] {
+    if (team.rank() == 0) parse_algorithms(settings.algorithm);
+    if (settings.switches.find(',') != std::string::npos) {
+      throw std::invalid_argument("NETFOLD_SWITCH=" + settings.switches +
+                                  " names several switches, and CollNet uses one: name that alone");
+    }
+    request.to = control::SwitchAddress::parse(settings.switches);
+    request.token = control::read_token(settings.token_file);
+  });
+  joined.algorithms = parse_algorithms(proposal.algorithm.data());
+  joined.endpoint = request.to.endpoint();
+  request.job = hexadecimal(proposal.job);
+  request.name = settings.job_name;
+  request.rank = team.rank();
+  for (int each = 0; each < team.size(); ++each) request.ranks.push_back(each);
+  request.window_bytes = settings.window_bytes;
+  request.security = settings.security;
+  request.timeout_ns = kJoinNs;
+  try {
+    agree([&] {
+      joined.membership = Membership::join(request);
+      joined.channel = joined.membership->take_channel();
+    });
+  } catch (const std::exception&) {
+    if (joined.membership != nullptr) joined.membership->leave("another rank of its communicator was refused");
+    throw;
+  }
+  return joined;
+}
+
+std::shared_ptr<engine::Group> make_group(Team team, std::uint64_t id) {
+  std::vector<std::unique_ptr<transport::Mesh>> fallback;
+  fallback.push_back(std::move(team.fallback));
+  engine::Group::Options options;
+  options.id = id;
+  options.job = "nccl";
+  options.table = host_choices();
+  for (int each = 0; each < team.size(); ++each) options.nodes.push_back(each);
+  return Engine::instance().add_group(std::move(options), std::move(team.mesh), std::move(team.to_first),
+                                      std::move(fallback));
 }
 
 }  // namespace
@@ -92,68 +167,21 @@ std::optional<ReduceOp> reduce_of(Reduction reduction) {
 std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const Handle> handles, int rank) {
   std::shared_ptr<engine::Group> group;
   std::shared_ptr<Recovery> recovery;
-  std::unique_ptr<Membership> membership;
-  const auto begin = [&] {
+  const std::string problem = problem_of([&] {
     const int size = static_cast<int>(handles.size());
     if (size < 2 || rank < 0 || rank >= size) throw std::runtime_error("there is no other rank");
     Team team = Team::connect(listener, handles, rank, now_ns() + kConnectNs);
-    const Settings& settings = Endpoint::instance().settings();
-
-    Id digest;
-    if (rank == 0) fill_random(digest);
-    team.broadcast(digest, now_ns() + kAgreeNs);
-    control::JoinRequest request;
-    Algorithms algorithms;
-    const auto agree = [&](const auto& work) {
-      const std::int64_t began_ns = now_ns();
-      const std::string problem = team.first_problem(problem_of(work), began_ns, began_ns + kAgreeNs);
-      if (!problem.empty()) throw std::runtime_error(problem);
-    };
-    agree([&] {
-      algorithms = parse_algorithms(settings.algorithm);
-      if (settings.switches.find(',') != std::string::npos) {
-        throw std::invalid_argument("NETFOLD_SWITCH=" + settings.switches +
-                                    " names several switches, and CollNet uses one: name that alone");
-      }
-      request.to = control::SwitchAddress::parse(settings.switches);
-      request.token = control::read_token(settings.token_file);
-    });
-    request.job = hexadecimal(digest);
-    request.name = settings.job_name;
-    request.rank = rank;
-    for (int each = 0; each < size; ++each) request.ranks.push_back(each);
-    request.window_bytes = settings.window_bytes;
-    request.security = settings.security;
-    request.timeout_ns = kJoinNs;
-    std::unique_ptr<collective::Channel> channel;
-    try {
-      agree([&] {
-        membership = Membership::join(request);
-        channel = membership->take_channel();
-      });
-    } catch (const std::exception&) {
-      if (membership != nullptr) membership->leave("another rank of its communicator was refused");
-      throw;
-    }
-    const std::uint64_t generation = channel->generation();
-    std::vector<std::unique_ptr<transport::Mesh>> fallback;
-    fallback.push_back(std::move(team.fallback));
-    engine::Group::Options options;
-    std::memcpy(&options.id, digest.data(), sizeof options.id);
-    options.job = settings.job_name.empty() ? "nccl" : settings.job_name;
-    options.table = host_choices();
-    options.nodes = request.ranks;
-    group = Engine::instance().add_group(std::move(options), std::move(team.mesh), std::move(team.to_first),
-                                         std::move(fallback));
-    const bool is_hardware = membership->hardware();
-    group->attach(std::move(channel), host_choices(), 3, is_hardware);
-    recovery = std::make_shared<Recovery>(group, std::move(membership), generation, request.to.endpoint());
+    Joined joined = join(team);
+    const std::string endpoint = joined.endpoint;
+    const std::uint64_t generation = joined.channel->generation();
+    const bool is_hardware = joined.membership->hardware();
+    group = make_group(std::move(team), generation);
+    group->attach(std::move(joined.channel), host_choices(), kTableWithoutSwitch, is_hardware);
+    recovery = std::make_shared<Recovery>(group, std::move(joined.membership), generation, endpoint);
     recovery->start();
-    const std::string found = choose_paths(*group, algorithms);
-    inform("CollNet uses the switch at " + request.to.endpoint() + " with " + std::to_string(size) +
-           " ranks: " + found);
-  };
-  const std::string problem = problem_of(begin);
+    const std::string found = choose_paths(*group, joined.algorithms);
+    inform("CollNet uses the switch at " + endpoint + " with " + std::to_string(size) + " ranks: " + found);
+  });
   if (problem.empty()) return std::unique_ptr<CollComm>(new CollComm(std::move(group), std::move(recovery)));
   if (recovery != nullptr) recovery->close();
   warn("CollNet is not used, and NCCL's own algorithms are: " + problem);

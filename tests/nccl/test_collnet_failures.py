@@ -288,14 +288,30 @@ def with_tokens(rank: int, size: int, folder: str) -> str:
 def test_a_wrong_setting_of_one_rank_keeps_all_off_the_switch() -> None:
     with running_switch() as switch:
         env = {"NETFOLD_SWITCH": switch.endpoint}
-        texts = refusals(env, {2: {"NETFOLD_ALGORITHM": "hierarchical"}})
-        assert all("rank 2: NETFOLD_ALGORITHM=hierarchical" in text for text in texts), texts
+        texts = refusals(env, {0: {"NETFOLD_ALGORITHM": "hierarchical"}})
+        assert all("rank 0: NETFOLD_ALGORITHM=hierarchical" in text for text in texts), texts
         texts = refusals(env, {1: {"NETFOLD_SWITCH": f"{switch.endpoint},{switch.endpoint}"}})
         assert all("rank 1: " in text and "names several switches" in text for text in texts), texts
         texts = refusals({**env, "NETFOLD_SECURITY": "encrypt"}, {})
         assert all("encrypt" in text for text in texts), "the switch has no certificate"
         texts = refusals(env, {0: {"NETFOLD_SWITCH": "nowhere"}})
         assert all("rank 0: " in text and "NETFOLD_SWITCH" in text for text in texts), texts
+
+
+def other_algorithms(rank: int, size: int, folder: str) -> None:
+    os.environ["NETFOLD_ALGORITHM"] = ["in_network", "ring", "all_reduce=split"][rank]
+    plugin = CollNet()
+    comm = comm_of_all(plugin, rank, size, folder)
+    ours = contribution(rank, 100_000, "float32")
+    into = np.zeros_like(ours)
+    plugin.wait(plugin.all_reduce(comm, ours, into))
+    assert np.array_equal(into, expected(size, 100_000, "float32"))
+    plugin.close(comm)
+
+
+def test_the_algorithm_of_rank_0_is_that_of_all() -> None:
+    with running_switch() as switch:
+        values(run_ranks(other_algorithms, 3, env={**ENV, "NETFOLD_SWITCH": switch.endpoint}))
 
 
 def one_without_the_plugin(rank: int, size: int, folder: str) -> list[str]:
