@@ -57,8 +57,8 @@ def nccl_env(
     if switch:
         endpoint = switch.partition("#")[0]
         typer.echo(
-            f"nccl-env: NCCL's CollNet will add through the switch at {endpoint}, between 2 hosts and more; where a rank "
-            "is refused there, NCCL goes on with its own algorithms. NETFOLD_SWITCH must be set on every rank",
+            f"nccl-env: NCCL's CollNet will add through the switch at {endpoint}, between 2 hosts and more; where that "
+            "refuses a rank, NCCL goes on with its own algorithms. NETFOLD_SWITCH must be set on every rank",
             err=True,
         )
     for package, numbers in _installed_nccls():
