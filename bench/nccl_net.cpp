@@ -256,7 +256,7 @@ class CollNet {
       if (done != 0)
         requests.pop_front();
       else
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
+        std::this_thread::sleep_for(std::chrono::microseconds(500));
     }
     values.swap(sums_);
   }

@@ -64,24 +64,24 @@ struct Joined {
 };
 
 // Joins the switch, on all ranks or on none.
-Joined join(Team& team) {
+Joined join(RankConnections& connections) {
   const Settings& settings = Endpoint::instance().settings();
   Proposal proposal;
-  if (team.rank() == 0) {
+  if (connections.rank() == 0) {
     fill_random(proposal.job);
     settings.algorithm.copy(proposal.algorithm.data(), proposal.algorithm.size() - 1);
   }
-  team.broadcast(std::as_writable_bytes(std::span(&proposal, 1)), now_ns() + kAgreeNs);
+  connections.broadcast(std::as_writable_bytes(std::span(&proposal, 1)), now_ns() + kAgreeNs);
   const auto agree = [&](const auto& work) {
     const std::int64_t began_ns = now_ns();
-    const std::string problem = team.first_problem(problem_of(work), began_ns, began_ns + kAgreeNs);
+    const std::string problem = connections.first_problem(problem_of(work), began_ns, began_ns + kAgreeNs);
     if (!problem.empty()) throw std::runtime_error(problem);
   };
 
   Joined joined;
   control::JoinRequest request;
   agree([&] {
-    if (team.rank() == 0) parse_algorithms(settings.algorithm);
+    if (connections.rank() == 0) parse_algorithms(settings.algorithm);
     if (settings.switches.find(',') != std::string::npos) {
       throw std::invalid_argument("NETFOLD_SWITCH=" + settings.switches +
                                   " names several switches, and CollNet uses one: name that alone");
@@ -93,8 +93,8 @@ Joined join(Team& team) {
   joined.endpoint = request.to.endpoint();
   request.job = hexadecimal(proposal.job);
   request.name = settings.job_name;
-  request.rank = team.rank();
-  for (int each = 0; each < team.size(); ++each) request.ranks.push_back(each);
+  request.rank = connections.rank();
+  for (int each = 0; each < connections.size(); ++each) request.ranks.push_back(each);
   request.window_bytes = settings.window_bytes;
   request.security = settings.security;
   request.timeout_ns = kJoinNs;
@@ -110,15 +110,15 @@ Joined join(Team& team) {
   return joined;
 }
 
-std::shared_ptr<engine::Group> make_group(Team team, std::uint64_t id) {
+std::shared_ptr<engine::Group> make_group(RankConnections connections, std::uint64_t id) {
   std::vector<std::unique_ptr<transport::Mesh>> fallback;
-  fallback.push_back(std::move(team.fallback));
+  fallback.push_back(std::move(connections.fallback));
   engine::Group::Options options;
   options.id = id;
   options.job = "nccl";
   options.table = host_choices();
-  for (int each = 0; each < team.size(); ++each) options.nodes.push_back(each);
-  return Engine::instance().add_group(std::move(options), std::move(team.mesh), std::move(team.to_first),
+  for (int each = 0; each < connections.size(); ++each) options.nodes.push_back(each);
+  return Engine::instance().add_group(std::move(options), std::move(connections.mesh), std::move(connections.to_first),
                                       std::move(fallback));
 }
 
@@ -170,12 +170,12 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
   const std::string problem = problem_of([&] {
     const int size = static_cast<int>(handles.size());
     if (size < 2 || rank < 0 || rank >= size) throw std::runtime_error("there is no other rank");
-    Team team = Team::connect(listener, handles, rank, now_ns() + kConnectNs);
-    Joined joined = join(team);
+    RankConnections connections = RankConnections::connect(listener, handles, rank, now_ns() + kConnectNs);
+    Joined joined = join(connections);
     const std::string endpoint = joined.endpoint;
     const std::uint64_t generation = joined.channel->generation();
     const bool is_hardware = joined.membership->hardware();
-    group = make_group(std::move(team), generation);
+    group = make_group(std::move(connections), generation);
     group->attach(std::move(joined.channel), host_choices(), kTableWithoutSwitch, is_hardware);
     recovery = std::make_shared<Recovery>(group, std::move(joined.membership), generation, endpoint);
     recovery->start();

@@ -5,7 +5,7 @@
 // asks for each whether it is done.
 //
 // A communicator is an engine::Group: its driver's thread moves all operations, which stream through one window to the
-// switch. Beside the switch the ranks have connections among themselves (team.hpp), so that
+// switch. Beside the switch the ranks have connections among themselves (rank_connections.hpp), so that
 //
 // - `connect` is all or nothing. The ranks agree twice: that each can go on, and that each has joined the switch. Where
 //   one has not, there is no communicator on any rank, NCCL's log has one line on each, and NCCL goes on with its own
@@ -26,8 +26,8 @@
 #include <string>
 
 #include <netfold/nccl/interface.hpp>
+#include "rank_connections.hpp"
 #include "recovery.hpp"
-#include "team.hpp"
 
 namespace netfold::nccl {
 

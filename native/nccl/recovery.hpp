@@ -24,10 +24,9 @@
 // A result that any rank has reaches all: a switch's result never changes, and rank 0 has them all once it has gathered.
 // collective/channel.hpp shows that they are still kept. What no rank has is reduced by host algorithms, the same
 // elements on every rank: each compares its chunks with the plan first. collective/switch_path.hpp says how operations
-// go on. The group stays without a switch: NCCL makes communicators anew more readily than a job waits for a way back.
-// Whether the switch was really lost does not matter.
+// go on. Whether the switch was really lost does not matter. The communicator then stays without a switch.
 //
-// It is the agreement of netfold/communicator/recovery.py with less to agree on: no listeners, and no way back.
+// It is the agreement of netfold/communicator/recovery.py without its listeners and its way back to a switch.
 #pragma once
 
 #include <netfold/control/membership.hpp>

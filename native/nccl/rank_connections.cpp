@@ -1,4 +1,4 @@
-#include "team.hpp"
+#include "rank_connections.hpp"
 
 #include <poll.h>
 #include <netfold/transport/tcp/tcp_pipe.hpp>
@@ -92,7 +92,8 @@ std::span<std::byte> bytes_of(Report& report) { return std::as_writable_bytes(st
 
 }  // namespace
 
-Team Team::connect(Listener& listener, std::span<const Handle> handles, int rank, std::int64_t deadline_ns) {
+RankConnections RankConnections::connect(Listener& listener, std::span<const Handle> handles, int rank,
+                                         std::int64_t deadline_ns) {
   const int size = static_cast<int>(handles.size());
   Endpoint& endpoint = Endpoint::instance();
   std::array<Pipes, kPurposes> pipes;
@@ -133,12 +134,12 @@ Team Team::connect(Listener& listener, std::span<const Handle> handles, int rank
   return {made(kMesh), made(kToFirst), made(kFallback)};
 }
 
-void Team::broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns) {
+void RankConnections::broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns) {
   if (rank() > 0) return move(*to_first, 0, Direction::receive, bytes, deadline_ns);
   for (int peer = 1; peer < size(); ++peer) move(*to_first, peer, Direction::send, bytes, deadline_ns);
 }
 
-std::string Team::first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns) {
+std::string RankConnections::first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns) {
   const std::string name = "rank " + std::to_string(rank()) + ": ";
   Report first(own.empty() || own.starts_with(name) ? own : name + own, now_ns() - began_ns);
   if (rank() > 0) {

@@ -17,7 +17,7 @@
 
 namespace netfold::nccl {
 
-struct Team {
+struct RankConnections {
   std::unique_ptr<transport::Mesh> mesh, to_first, fallback;
 
   int rank() const { return mesh->rank(); }
@@ -25,7 +25,8 @@ struct Team {
 
   // Connects to all other ranks; each of them calls this with the same handles. Blocks. Throws std::runtime_error with
   // the rank that cannot be reached.
-  static Team connect(Listener& listener, std::span<const Handle> handles, int rank, std::int64_t deadline_ns);
+  static RankConnections connect(Listener& listener, std::span<const Handle> handles, int rank,
+                                 std::int64_t deadline_ns);
 
   // The same bytes on every rank: those of rank 0. Each function blocks, and every rank calls it.
   // Throws std::runtime_error with the rank that did not answer until `deadline_ns`, or is gone.
