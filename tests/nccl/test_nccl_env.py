@@ -44,7 +44,8 @@ def test_the_plugin_shows_nothing_but_its_tables() -> None:
         ["nm", "-D", "--defined-only", str(shared_object())], capture_output=True, text=True, check=True
     ).stdout
     assert sorted(line.split()[-1] for line in symbols.splitlines()) == [
-        f"ncclNetPlugin_v{version}" for version in (10, 11, 12, 8, 9)
+        *(f"ncclNetPlugin_v{version}" for version in (10, 11, 12, 8, 9)),
+        *(f"ncclProfiler_v{version}" for version in (4, 5, 6)),
     ]
 
 
