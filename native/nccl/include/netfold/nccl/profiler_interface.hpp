@@ -139,9 +139,7 @@ struct ProfilerV5 {
   ProfilerEvents events;
 };
 
-// ncclProfilerCallback_t, which init of a network plugin gets since version 10. `of` is what NCCL gives with a send or
-// receive. Start sets *event where the profiler wants events of networks.
-using ProfilerCallback = Result (*)(void** event, int action, void* of, std::int64_t plugin, void* data);
+// Actions of ProfilerCallback.
 inline constexpr int kNetEventStart = 0, kNetEventUpdateAndStop = 3;
 // The upper 16 bits name a plugin, NCCL's own are 1 and 2; the lower ones are a version.
 inline constexpr std::int64_t kNetfoldEvents = 0x4e46'0001;
