@@ -66,6 +66,7 @@ void Assembler::start(const Event& event) {
     if (const Open* call = find(calls_, event.parent)) {
       record.called_ns = call->began_ns;
       made.group = call->parent;
+      find_launch(made);
     }
     operations_.emplace(event.id, made);
   } else if (event.type == event_type::kProxyOperation) {
@@ -129,6 +130,7 @@ void Assembler::stop(const Event& event) {
     call->touched_ns = event.at_ns;
   } else if (Operation* operation = find(operations_, event.id)) {
     operation->stopped_ns = operation->touched_ns = event.at_ns;
+    find_launch(*operation);
     if (operation->record.began_ns == 0) operation->record.ended_ns = event.at_ns;
   } else if (Step* step = find(steps_, event.id)) {
     leave_state(*step, event.at_ns);
@@ -204,6 +206,11 @@ void Assembler::write_transfer(std::uint64_t id, std::int64_t at_ns, bool is_cut
   transfers_.erase(id);
 }
 
+// The kernel's launch may come before the operation's submission or after it.
+void Assembler::find_launch(Operation& operation) const {
+  if (const std::int64_t* launched = find(launches_, operation.group)) operation.record.launched_ns = *launched;
+}
+
 bool Assembler::has_ended(const Operation& operation, std::int64_t now_ns) const {
   if (operation.stopped_ns == 0 || operation.open > 0 || now_ns - operation.touched_ns < kQuietNs) return false;
   if (operation.record.algorithm == kCopyEngine) return true;  // NCCL says nothing else of it
@@ -213,7 +220,7 @@ bool Assembler::has_ended(const Operation& operation, std::int64_t now_ns) const
 
 void Assembler::write(Operation& operation) {
   OperationRecord& record = operation.record;
-  if (const std::int64_t* launched = find(launches_, operation.group)) record.launched_ns = *launched;
+  find_launch(operation);
   if (operation.stopped_ns == 0 || operation.open > 0 ||
       (operation.kernels > 0 && operation.kernels < operation.kernels_asked)) {
     record.ending = Ending::cut_off;

@@ -69,8 +69,8 @@ class Assembler {
  public:
   static constexpr std::int64_t kQuietNs = 100'000'000;
   static constexpr std::int64_t kMostOpenNs = 600'000'000'000;
-  static constexpr std::int64_t kCallKeptNs = 60'000'000'000;  // a call's operation may be submitted later
-  static constexpr std::size_t kMostOpen = 1 << 17;            // events; one more is refused, and counted
+  static constexpr std::int64_t kCallKeptNs = 2'000'000'000;  // after a call, in which its operations are submitted
+  static constexpr std::size_t kMostOpen = 1 << 17;           // events; one more is refused, and counted
 
   // Events by time. Those whose start is not known are passed over.
   void add(const Event& event);
@@ -117,6 +117,7 @@ class Assembler {
   void end_under(std::uint64_t operation, std::int64_t at_ns);
   void leave_state(Step& step, std::int64_t at_ns);
   void write_transfer(std::uint64_t id, std::int64_t at_ns, bool is_cut_off);
+  void find_launch(Operation& operation) const;
   bool has_ended(const Operation& operation, std::int64_t now_ns) const;
   void write(Operation& operation);
 

@@ -81,6 +81,7 @@ class Recorder {
 
   // At the process's end.
   void end() {
+    if (!is_recording()) return;
     std::unique_lock lock(mutex_);
     if (state_ != State::recording) return;
     state_ = State::ending;

@@ -360,13 +360,16 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path) -> None:
     assert any("has no end" in gap for gap in trace.metadata.coverage_gaps)
 
 
-def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
+    """Its end would wait 2 s for a thread that it does not have."""
     scenario = """
         comm = profiler.comm(9, 0, 1)
         comm.collective(0)
+        began = time.monotonic()
         if (child := os.fork()) == 0:
-            comm.collective(1); comm.finalize(); os._exit(0)
+            comm.collective(1); comm.finalize(); sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
+        assert time.monotonic() - began < 2, "the child waited"
         comm.finalize()
     """
     ran(scenario, tmp_path / "run")
