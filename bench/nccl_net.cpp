@@ -1,4 +1,5 @@
-// The plugin for NCCL beside plain sockets, between the same processes: messages there and back, and a ring's all_reduce.
+// The plugin for NCCL beside plain sockets, between the same processes: messages there and back, and all_reduces by a ring
+// and by two trees, whose steps are those of NCCL's.
 // bench/nccl_net.py compiles this program, starts one a host, and reads what rank 0 prints.
 //
 // The plugin is loaded and called as NCCL does it. Plain sockets are one TCP connection to the next rank and one from
@@ -6,7 +7,7 @@
 // between polls, as NCCL's proxy thread does. They take turns by rounds.
 //
 //   nccl_net PLUGIN FOLDER RANK SIZE ADDRESS ROUNDS MODE BYTES CALLS [MODE BYTES CALLS ...]
-//     MODE: there-and-back (between 2 ranks), ring (all_reduce of f32). Prints a line a round and side:
+//     MODE: there-and-back (between 2 ranks), ring, tree (all_reduce of f32). Prints a line a round and side:
 //     MODE BYTES SIDE, seconds of a call
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -66,7 +67,7 @@ class Folder {
   int rank_;
 };
 
-// A network with a way to the next rank and one from the previous. Pieces of memory go and come in order.
+// A network with a way to one rank and one from another. Pieces of memory go and come in order.
 class Net {
  public:
   virtual ~Net() = default;
@@ -96,7 +97,8 @@ class PluginNet final : public Net {
  public:
   using Table = nccl::NetV11<nccl::PropertiesV12, 8>;
 
-  PluginNet(const char* plugin, const Folder& folder, int rank, int size) {
+  // name: of the connections; each rank writes its end under it, and connects to the end of rank `to`.
+  PluginNet(const char* plugin, const Folder& folder, const std::string& name, int to) {
     void* library = dlopen(plugin, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) stop(dlerror());
     table_ = static_cast<const Table*>(dlsym(library, "ncclNetPlugin_v12"));
@@ -105,8 +107,8 @@ class PluginNet final : public Net {
     std::vector<char> handle(nccl::kHandleBytes);
     void* listener = nullptr;
     check(table_->listen(context_, 0, handle.data(), &listener), "listen");
-    folder.write("handle", handle);
-    auto next = folder.read("handle", (rank + 1) % size);
+    folder.write("handle" + name, handle);
+    auto next = folder.read("handle" + name, to);
     while (send_ == nullptr || receive_ == nullptr) {
       if (send_ == nullptr) check(table_->connect(context_, 0, next.data(), &send_, nullptr), "connect");
       if (receive_ == nullptr) check(table_->accept(listener, &receive_, nullptr), "accept");
@@ -154,7 +156,7 @@ class PluginNet final : public Net {
 
 class SocketNet final : public Net {
  public:
-  SocketNet(const Folder& folder, int rank, int size, const char* host) {
+  SocketNet(const char* host, const Folder& folder, const std::string& name, int to) {
     sockaddr_in address{};
     address.sin_family = AF_INET;
     if (inet_pton(AF_INET, host, &address.sin_addr) != 1) stop("not an address");
@@ -164,8 +166,8 @@ class SocketNet final : public Net {
       stop("listen");
     getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
     const char* raw = reinterpret_cast<const char*>(&address);
-    folder.write("socket", {raw, raw + sizeof address});
-    const auto next = folder.read("socket", (rank + 1) % size);
+    folder.write("socket" + name, {raw, raw + sizeof address});
+    const auto next = folder.read("socket" + name, to);
     send_ = socket(AF_INET, SOCK_STREAM, 0);
     if (::connect(send_, reinterpret_cast<const sockaddr*>(next.data()), sizeof address) != 0) stop("connect");
     receive_ = ::accept(listener, nullptr, nullptr);
@@ -259,6 +261,99 @@ void ring(Net& net, int rank, int size, std::vector<float>& values) {
   net.sent = net.received = 0;
 }
 
+// One binary tree over the ranks, or its mirror image, in which inner ranks are leaves. It adds its half of the values on
+// the way up, and sends the sum down, in pieces that follow one another.
+class Tree {
+ public:
+  template <class Kind>
+  Tree(const Kind*, const char* how, const Folder& folder, int rank, int size, bool is_mirrored) {
+    const auto mirrored = [&](int place) { return is_mirrored ? size - 1 - place : place; };
+    const int place = mirrored(rank);
+    const auto joined = [&](int child, int to) {
+      const std::string name = std::string(is_mirrored ? "mirror" : "tree") + std::to_string(child) + "-";
+      return std::make_unique<Kind>(how, folder, name, mirrored(to));
+    };
+    if (place > 0) parent_ = joined(place, (place - 1) / 2);
+    for (int child = 2 * place + 1; child < size && child <= 2 * place + 2; ++child) {
+      children_.push_back(joined(child, child));
+      came_.emplace_back(kPiece * kUnderWay);
+    }
+  }
+
+  void begin(float* values, std::size_t count) {
+    values_ = values;
+    count_ = count;
+    all_ = (count + kPiece - 1) / kPiece;
+    added_ = up_ = down_ = 0;
+    expected_.assign(children_.size(), 0);
+    returned_.assign(children_.size(), 0);
+    for (Net* each : nets()) each->sent = each->received = 0;
+  }
+
+  // Moves what can be moved; whether everything is done.
+  bool step() {
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      for (; expected_[i] < all_ && expected_[i] < added_ + kUnderWay; ++expected_[i]) {
+        children_[i]->receive(bytes(&came_[i][expected_[i] % kUnderWay * kPiece]), size_of(expected_[i]));
+      }
+    }
+    for (Net* each : nets()) each->poll();
+    while (added_ < all_ && std::ranges::all_of(children_, [&](auto& each) { return each->received > added_; })) {
+      for (const auto& came : came_) {
+        const float* const from = &came[added_ % kUnderWay * kPiece];
+        for (std::size_t i = 0; i < size_of(added_) / sizeof(float); ++i) values_[added_ * kPiece + i] += from[i];
+      }
+      ++added_;
+    }
+    if (parent_ != nullptr) {
+      for (; up_ < added_ && up_ < parent_->sent + kUnderWay; ++up_) parent_->send(piece(up_), size_of(up_));
+      // The sum comes to where the part was, once that has been sent.
+      for (; down_ < parent_->sent && down_ < parent_->received + kUnderWay; ++down_) {
+        parent_->receive(piece(down_), size_of(down_));
+      }
+    }
+    const std::size_t summed = parent_ == nullptr ? added_ : parent_->received;
+    bool is_done = summed == all_;
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      for (; returned_[i] < summed && returned_[i] < children_[i]->sent + kUnderWay; ++returned_[i]) {
+        children_[i]->send(piece(returned_[i]), size_of(returned_[i]));
+      }
+      is_done = is_done && children_[i]->sent == all_;
+    }
+    return is_done;
+  }
+
+ private:
+  static constexpr std::size_t kPiece = (64 << 10) / sizeof(float), kUnderWay = 8;
+
+  static char* bytes(float* values) { return reinterpret_cast<char*>(values); }
+  char* piece(std::size_t number) { return bytes(values_ + number * kPiece); }
+  std::size_t size_of(std::size_t number) const { return std::min(kPiece, count_ - number * kPiece) * sizeof(float); }
+  std::vector<Net*> nets() {
+    std::vector<Net*> all;
+    for (auto& each : children_) all.push_back(each.get());
+    if (parent_ != nullptr) all.push_back(parent_.get());
+    return all;
+  }
+
+  std::unique_ptr<Net> parent_;
+  std::vector<std::unique_ptr<Net>> children_;
+  std::vector<std::vector<float>> came_;  // of each child, kUnderWay pieces
+  float* values_ = nullptr;
+  std::size_t count_ = 0, all_ = 0, added_ = 0, up_ = 0, down_ = 0;
+  std::vector<std::size_t> expected_, returned_;  // pieces of each child
+};
+
+void trees(std::vector<Tree>& both, std::vector<float>& values) {
+  const std::size_t half = values.size() / 2;
+  both[0].begin(values.data(), half);
+  both[1].begin(values.data() + half, values.size() - half);
+  for (bool is_done = false; !is_done; sched_yield()) {
+    is_done = both[0].step();
+    is_done = both[1].step() && is_done;
+  }
+}
+
 // Every rank has come so far.
 void meet(Net& sockets, int rank) {
   char token = 0;
@@ -270,8 +365,16 @@ void meet(Net& sockets, int rank) {
 int main(int count, char** words) {
   const Folder folder(words[2], std::atoi(words[3]));
   const int rank = std::atoi(words[3]), size = std::atoi(words[4]), rounds = std::atoi(words[6]);
-  PluginNet plugin(words[1], folder, rank, size);
-  SocketNet sockets(folder, rank, size, words[5]);
+  PluginNet plugin(words[1], folder, "", (rank + 1) % size);
+  SocketNet sockets(words[5], folder, "", (rank + 1) % size);
+  std::vector<Tree> of_plugin, of_sockets;
+  for (int at = 7; at + 2 < count && of_plugin.empty(); at += 3) {
+    for (const bool is_mirrored : {false, true}) {
+      if (words[at] != std::string("tree")) continue;
+      of_plugin.emplace_back(&plugin, words[1], folder, rank, size, is_mirrored);
+      of_sockets.emplace_back(&sockets, words[5], folder, rank, size, is_mirrored);
+    }
+  }
   for (int at = 7; at + 2 < count; at += 3) {
     const std::string mode = words[at];
     const auto bytes = static_cast<std::size_t>(std::atoll(words[at + 1]));
@@ -287,10 +390,16 @@ int main(int count, char** words) {
         std::vector<double> took;
         for (int call = 0; call < calls; ++call) {
           const double began_s = now_s();
-          mode == "ring" ? ring(net, rank, size, values) : there_and_back(net, rank, data.data(), bytes);
+          if (mode == "ring") {
+            ring(net, rank, size, values);
+          } else if (mode == "tree") {
+            trees(is_plugin ? of_plugin : of_sockets, values);
+          } else {
+            there_and_back(net, rank, data.data(), bytes);
+          }
           took.push_back(now_s() - began_s);
         }
-        if (mode == "ring") {
+        if (mode != "there-and-back") {
           float wanted = static_cast<float>(size * (size + 1) / 2);
           for (int call = 1; call < calls; ++call) wanted *= static_cast<float>(size);
           if (std::ranges::any_of(values, [&](float each) { return each != wanted; })) stop("a wrong sum");
