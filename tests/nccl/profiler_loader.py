@@ -129,7 +129,7 @@ class _Description(Structure):
 
 
 class NetData(Structure):
-    """What netfold's network events carry."""
+    """The data of netfold's network events."""
 
     _fields_ = (("bytes", c_uint64), ("is_send", c_uint32), ("reserved", c_uint32))
 

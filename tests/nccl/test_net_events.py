@@ -85,7 +85,7 @@ def test_messages_need_no_profiler(version: int) -> None:
 
 
 def recorded_collective(rank: int, size: int, folder: str, run: str) -> None:
-    """What NCCL does with both plugins: steps of a proxy operation send and receive over netfold's network."""
+    """Call both plugins as NCCL does: steps of a proxy operation send and receive over netfold's network."""
     os.environ["NETFOLD_PROFILE"] = run
     profiler = Profiler()
     comm = profiler.comm(0x51, rank, 2, "both")

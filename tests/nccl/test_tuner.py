@@ -78,7 +78,7 @@ class Tuner:
     def choice(
         self, bytes_: int, nccl: dict[tuple[str, str], float], function: str = "all_reduce", operations: int = 1
     ) -> tuple[str, str, int]:
-        """What NCCL takes of its own times after the tuner's call, and the channels that the tuner asks for.
+        """The entry that NCCL takes of its own times after the tuner's call, and the channels that the tuner asks for.
 
         nccl: what is absent is ignored. Ignored entries must stay so, and of the others at most one may change.
         """

@@ -177,7 +177,7 @@ def _operations(trace: Trace, origin_ns: int, call: Integers, role: Integers) ->
 
 
 def _transfers(trace: Trace, origin_ns: int) -> Iterator[dict[str, Any]]:
-    """What NCCL's channels sent and received for the operations."""
+    """The slices of the transfers by NCCL's channels."""
     if trace.nccl is None or not len(trace.nccl.transfers):
         return
     transfers = trace.nccl.transfers[np.argsort(trace.nccl.transfers["began_ns"], kind="stable")]

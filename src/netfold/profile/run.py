@@ -77,7 +77,7 @@ class RankMetadata:
 
 @dataclass(frozen=True)
 class NcclDetails:
-    """What NCCL's profiler saw of a rank's operations beyond their records (netfold.profile.nccl)."""
+    """Details of a rank's operations that NCCL's profiler saw, beyond their records (netfold.profile.nccl)."""
 
     places: np.ndarray[Any, np.dtype[np.int64]]  # [k] of `rows`, in the trace's operations
     rows: Records  # [k] OPERATION
