@@ -1,6 +1,9 @@
 """NCCL over netfold's plugin and over its own sockets, two ranks on one GPU. Needs a GPU and torch with NCCL 2.30:
 
-    .venv/bin/python bench/nccl_gpus.py                  # under two minutes
+    .venv/bin/python bench/nccl_gpus.py                  # under four minutes
+
+Also over the plugin with its profiler, whose recording is read afterwards, and with its tuner, by the model's table for
+the link of --latency-us and --bytes-per-s, which `netfold doctor check` measures.
 
 Each rank counts as a host of its own (NCCL_HOSTID), without peer access and shared memory: NCCL sends everything over
 its network. It has not run yet, for want of a GPU.
@@ -8,14 +11,21 @@ its network. It has not run yet, for want of a GPU.
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
+from pathlib import Path
+
 import driver
 import numpy as np
 from driver import Place, Rank, cell
 
 from netfold.bench.spread import paired_ratios
-from netfold.cli.nccl_env import plugin
+from netfold.cli.nccl_env import TUNER, plugin
+from netfold.profile.run import read_run
+from netfold.tuning.nccl import table_text
+from netfold.tuning.topology import Link
 
-SIZES = (4, 1 << 20, 64 << 20)
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
 OVER_THE_NETWORK = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -56,25 +66,43 @@ def reduce_on_gpu(me: Rank) -> None:
         me.serve(run)
 
 
-def nccl_gpus(rounds: int = 20) -> str:
+def nccl_gpus(rounds: int = 20, latency_us: float = 20, bytes_per_s: float = 2e9) -> str:
     """NCCL on a GPU over netfold and over its sockets."""
     took: dict[tuple[str, int], list[float]] = {}
-    for _ in range(2):
-        for side, environment in SIDES.items():
-            settings = {**OVER_THE_NETWORK, **environment}
-            with driver.ranks_at(Place(2), reduce_on_gpu, environment=settings) as ranks:
-                for size in SIZES:
-                    ranks.ask(size)  # warms up
-                    took.setdefault((side, size), []).extend(max(ranks.ask(size)) for _ in range(rounds))
+    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+        table, recording = Path(folder, "table"), Path(folder, "run")
+        table.write_text(table_text([(2, 2)], Link(latency_us * 1e-6, bytes_per_s)))
+        ours = SIDES["netfold"]
+        sides = {
+            **SIDES,
+            "recorded": {**ours, "NCCL_PROFILER_PLUGIN": plugin().name, "NETFOLD_PROFILE": str(recording)},
+            "tuned": {**ours, "NCCL_TUNER_PLUGIN": TUNER, "NETFOLD_NCCL_TUNER": str(table)},
+        }
+        for _ in range(2):
+            for side, environment in sides.items():
+                settings = {**OVER_THE_NETWORK, **environment}
+                with driver.ranks_at(Place(2), reduce_on_gpu, environment=settings) as ranks:
+                    for size in SIZES:
+                        ranks.ask(size)  # warms up
+                        took.setdefault((side, size), []).extend(max(ranks.ask(size)) for _ in range(rounds))
+        found = read_run(recording)
+    kinds = Counter(
+        f"{trace.metadata.name_of('operation', record['operation'])} "
+        f"{'timed' if trace.metadata.groups[str(record['group'])].is_timed else 'submitted only'}"
+        for trace in found.traces
+        for record in trace.operations
+    )
     rows = []
     for size in SIZES:
-        ours, sockets = took["netfold", size], took["sockets", size]
-        times = [f"{np.median(each) * 1e6:,.1f}" for each in (ours, sockets)]
-        rows.append([f"{size:,}", *times, cell(paired_ratios(sockets, ours))])
+        times = [f"{np.median(took[side, size]) * 1e6:,.1f}" for side in sides]
+        pairs = (("sockets", "netfold"), ("netfold", "recorded"), ("netfold", "tuned"))
+        rows.append([f"{size:,}", *times, *(cell(paired_ratios(took[a, size], took[b, size])) for a, b in pairs)])
+    head = "bytes | netfold us | sockets us | recorded us | tuned us | speed against sockets | recorded | tuned"
     return f"""all_reduce of f32, every element checked, 2 ranks on one GPU; {rounds} rounds in each of 2 launches
-a side.
+a side. The last two columns: the speed against netfold's network alone, to be 0.98 or more. The recording holds
+{", ".join(f"{count} {kind}" for kind, count in kinds.items())}.
 
-{driver.table("bytes | netfold us | sockets us | speed against sockets", rows)}"""
+{driver.table(head, rows)}"""
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Comm {
   class Request {
    public:
     Comm& comm() const { return *comm_; }
+    // The profiler's, of each message; null: none.
+    std::array<void*, kMaxReceives> events{};
 
    private:
     friend class Comm;

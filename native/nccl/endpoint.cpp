@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "tuning.hpp"
+
 namespace netfold::nccl {
 namespace {
 
@@ -57,6 +59,7 @@ Handle handle_of(const Address& address, int streams, const Id& listener, const 
   if (handle.family == 6) handle.scope = reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_scope_id;
   handle.listener = listener;
   handle.secret = secret;
+  handle.tuning = tuning_checksum();
   return handle;
 }
 
@@ -291,6 +294,11 @@ std::shared_ptr<Connecting> Endpoint::connect(int device, const Handle& handle) 
   if (const auto own = fabric_of(settings_.fabric); handle.fabric != own) {
     throw std::runtime_error("the rank at " + address_of(handle).text() + " goes over " + transport_of(handle.fabric) +
                              ", this rank over " + transport_of(own) + ": all need the same NETFOLD_TRANSPORT");
+  }
+  if (handle.tuning != tuning_checksum()) {
+    throw std::runtime_error("the rank at " + address_of(handle).text() +
+                             " has another table for NCCL's tuner than this one, so that they would run different "
+                             "algorithms: set NETFOLD_NCCL_TUNER to the same file on all ranks, or on none");
   }
   auto connecting = std::make_shared<Connecting>();
   const bool is_begun = run_apart([this, connecting, device, handle] {

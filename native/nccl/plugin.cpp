@@ -5,9 +5,11 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "endpoint.hpp"
 #include "functions.hpp"
+#include "net_events.hpp"
 
 namespace netfold::nccl {
 namespace {
@@ -26,13 +28,16 @@ Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
 
 // --- the functions ---------------------------------------------------------------------------------------------------
 
-Result init(Logger logger) {
+Result init(Logger logger, ProfilerCallback profiler) {
   set_logger(logger);
+  set_profiler(profiler);
   return guarded([] {
     inform("uses " + Endpoint::instance().description());
     return Result::success;
   });
 }
+
+Result init_v8(Logger logger) { return init(logger, nullptr); }
 
 Result devices(int* count) {
   return guarded([&] {
@@ -102,22 +107,30 @@ Result deregister_memory(void*, void* registration) {
   });
 }
 
-Result send(void* comm, void* data, std::size_t bytes, int tag, void** request) {
+// profiled: what the profiler gave for the message, null for none; for a receive, one a message.
+Result send(void* comm, void* data, std::size_t bytes, int tag, void* profiled, void** request) {
   *request = nullptr;
   return guarded([&] {
-    *request = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag);
+    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag);
+    if (made != nullptr) made->events[0] = start_net_event(profiled, bytes, true);
+    *request = made;
     return Result::success;
   });
 }
 
-Result receive(void* comm, int count, void** data, const std::size_t* bytes, const int* tags, void** request) {
+Result receive(void* comm, int count, void** data, const std::size_t* bytes, const int* tags, void** profiled,
+               void** request) {
   *request = nullptr;
   return guarded([&] {
     if (count < 1 || count > kMaxReceives) {
       throw std::invalid_argument(std::to_string(count) + " receives in one request; at most " +
                                   std::to_string(kMaxReceives) + " were offered");
     }
-    *request = comm_of(comm).receive(count, data, bytes, tags);
+    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags);
+    for (int i = 0; made != nullptr && profiled != nullptr && i < count; ++i) {
+      made->events[static_cast<std::size_t>(i)] = start_net_event(profiled[i], bytes[i], false);
+    }
+    *request = made;
     return Result::success;
   });
 }
@@ -133,6 +146,12 @@ Result test(void* raw, int* done, int* bytes) {
   return guarded([&] {
     auto& request = *static_cast<Comm::Request*>(raw);
     *done = request.comm().test(request, bytes) ? 1 : 0;
+    for (std::size_t i = 0; *done != 0 && i < request.events.size(); ++i) {
+      if (void* event = std::exchange(request.events[i], nullptr)) {
+        const auto moved = bytes == nullptr ? 0 : static_cast<std::size_t>(bytes[i]);
+        stop_net_event(event, moved, request.comm().role() == Comm::Role::sender);
+      }
+    }
     return Result::success;
   });
 }
@@ -162,11 +181,11 @@ constexpr Completion kCompletion{flush,
                                  [](void*, void*, void**) { return not_offered(); },
                                  [](void*, int, void*) { return not_offered(); }};
 constexpr TransfersV10 kTransfers{
-    [](void* comm, void* data, std::size_t bytes, int tag, void*, Ignored, void** request) {
-      return send(comm, data, bytes, tag, request);
+    [](void* comm, void* data, std::size_t bytes, int tag, void*, void* profiled, void** request) {
+      return send(comm, data, bytes, tag, profiled, request);
     },
-    [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, Ignored*, void** request) {
-      return receive(comm, count, data, bytes, tags, request);
+    [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, void** profiled, void** request) {
+      return receive(comm, count, data, bytes, tags, profiled, request);
     }};
 
 Result connect_v8(int device, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); }
@@ -175,15 +194,15 @@ Result accept_v8(void* listener, void** comm, Ignored*) { return accept(listener
 Result receive_v8(void* comm, int count, void** data, int* bytes, int* tags, void**, void** request) {
   const auto given = std::span(bytes, static_cast<std::size_t>(std::max(count, 0)));
   const std::vector<std::size_t> sizes(given.begin(), given.end());
-  return receive(comm, count, data, sizes.data(), tags, request);
+  return receive(comm, count, data, sizes.data(), tags, nullptr, request);
 }
 
 template <class Table>
 constexpr Table table_v11(decltype(Table::properties) properties, decltype(Table::make_virtual_device) make) {
   return {"netfold",
-          [](void** context, std::uint64_t, Ignored, Logger logger, Ignored) {
+          [](void** context, std::uint64_t, Ignored, Logger logger, ProfilerCallback profiler) {
             *context = nullptr;
-            return init(logger);
+            return init(logger, profiler);
           },
           devices,
           properties,
@@ -207,7 +226,7 @@ using Net12 = NetV11<PropertiesV12, 8>;
 using namespace netfold::nccl;
 
 NETFOLD_EXPORTED NetV8 ncclNetPlugin_v8{"netfold",
-                                        init,
+                                        init_v8,
                                         devices,
                                         properties_v8,
                                         listen,
@@ -215,13 +234,14 @@ NETFOLD_EXPORTED NetV8 ncclNetPlugin_v8{"netfold",
                                         accept_v8,
                                         kRegistrations,
                                         {[](void* comm, void* data, int bytes, int tag, void*, void** request) {
-                                           return send(comm, data, static_cast<std::size_t>(bytes), tag, request);
+                                           return send(comm, data, static_cast<std::size_t>(bytes), tag, nullptr,
+                                                       request);
                                          },
                                          receive_v8},
                                         kCompletion};
 NETFOLD_EXPORTED NetV9 ncclNetPlugin_v9{
     "netfold",
-    init,
+    init_v8,
     devices,
     properties_v9<PropertiesV9>,
     listen,
@@ -229,16 +249,16 @@ NETFOLD_EXPORTED NetV9 ncclNetPlugin_v9{
     accept_v8,
     kRegistrations,
     {[](void* comm, void* data, std::size_t bytes, int tag, void*, void** request) {
-       return send(comm, data, bytes, tag, request);
+       return send(comm, data, bytes, tag, nullptr, request);
      },
      [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, void** request) {
-       return receive(comm, count, data, bytes, tags, request);
+       return receive(comm, count, data, bytes, tags, nullptr, request);
      }},
     kCompletion,
     make_virtual_device<4>};
 NETFOLD_EXPORTED NetV10 ncclNetPlugin_v10{
     "netfold",
-    [](Logger logger, Ignored) { return init(logger); },
+    init,
     devices,
     properties_v9<PropertiesV9>,
     listen,

@@ -570,7 +570,7 @@ def test_garbage_after_the_start_ends_the_membership(message: bytes) -> None:
 def test_messages_of_other_types_and_ranks_are_ignored() -> None:
     def chat(stream: socket.socket) -> None:
         for message in (
-            {"type": "news"},
+            {"type": "weather"},
             {"type": "left", "ranks": [7], "reason": "x"},
             {"type": "alive", "serial": 99},
         ):
@@ -584,7 +584,7 @@ def test_messages_of_other_types_and_ranks_are_ignored() -> None:
 
 
 def test_a_switch_that_floods_does_not_hold_the_caller() -> None:
-    flood = control_messages.encode({"type": "news", "text": "x" * 60_000})
+    flood = control_messages.encode({"type": "weather", "text": "x" * 60_000})
 
     def pour(stream: socket.socket) -> None:
         while True:

@@ -6,7 +6,20 @@ import ctypes
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_float, c_int, c_int16, c_size_t, c_uint64, c_ulong, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    byref,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int16,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_ulong,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +32,8 @@ WARN, INFO = 2, 3
 HANDLE_BYTES = 128
 MAX_REQUESTS = 32
 
+# ncclProfilerCallback_t: event, action, of, plugin, data.
+ProfilerCallback = CFUNCTYPE(c_int, POINTER(c_void_p), c_int, c_void_p, c_int64, c_void_p)
 _Logger = CFUNCTYPE(None, c_int, c_ulong, c_char_p, c_int, c_char_p, c_char_p)
 
 
@@ -51,8 +66,8 @@ def _table(version: int) -> type[ctypes.Structure]:
     def function(*arguments: Any) -> Any:
         return CFUNCTYPE(c_int, *arguments)
 
-    new_init: list[Any] = [POINTER(c_void_p), c_uint64, c_void_p, _Logger, c_void_p]
-    init = {8: [_Logger], 9: [_Logger], 10: [_Logger, c_void_p]}.get(version, new_init)
+    new_init: list[Any] = [POINTER(c_void_p), c_uint64, c_void_p, _Logger, ProfilerCallback]
+    init = {8: [_Logger], 9: [_Logger], 10: [_Logger, ProfilerCallback]}.get(version, new_init)
     connect = [c_int, c_void_p, c_void_p] if version == 10 else [*context, c_int, c_void_p]
     fields = [
         ("name", c_char_p),
@@ -103,7 +118,8 @@ class NcclError(Exception):
 class Plugin:
     """The plugin in this process, by one version of the interface. `log` holds NCCL's log: level and text."""
 
-    def __init__(self, version: int = VERSIONS[-1]) -> None:
+    def __init__(self, version: int = VERSIONS[-1], profiler: Any = None) -> None:
+        """profiler: a ProfilerCallback."""
         self.version = version
         self.log: list[tuple[int, str]] = []
         self._library = ctypes.CDLL(str(shared_object()))
@@ -111,8 +127,9 @@ class Plugin:
         self._logger = _Logger(self._write)
         self._size = c_int if version == 8 else c_size_t
         context = c_void_p(1)
-        new: list[Any] = [byref(context), 7, None, self._logger, None]
-        arguments = {8: [self._logger], 9: [self._logger], 10: [self._logger, None]}.get(version, new)
+        self._profiler = profiler or ProfilerCallback()
+        new: list[Any] = [byref(context), 7, None, self._logger, self._profiler]
+        arguments = {8: [self._logger], 9: [self._logger], 10: [self._logger, self._profiler]}.get(version, new)
         self._context = [context] if version >= 11 else []
         self._check(self.table.init(*arguments))
 
@@ -162,20 +179,22 @@ class Plugin:
         comm: c_void_p = _until(once, quiet_s, "a connection from the other rank")
         return comm
 
-    def send(self, comm: c_void_p, data: Any, tag: int = 0) -> c_void_p | None:
+    def send(self, comm: c_void_p, data: Any, tag: int = 0, profiled_by: int | None = None) -> c_void_p | None:
         """data: an array that the caller keeps. None: the plugin cannot take it now."""
         request = c_void_p(1)
-        profiled = [None] if self.version >= 10 else []
+        profiled = [profiled_by] if self.version >= 10 else []
         self._check(self.table.send(comm, data.ctypes.data, data.nbytes, tag, None, *profiled, byref(request)))
         return request if request.value else None
 
-    def receive(self, comm: c_void_p, into: Sequence[Any], tags: Sequence[int] = (0,)) -> c_void_p | None:
+    def receive(
+        self, comm: c_void_p, into: Sequence[Any], tags: Sequence[int] = (0,), profiled_by: Sequence[int] = ()
+    ) -> c_void_p | None:
         request = c_void_p(1)
         count = len(into)
         data = (c_void_p * count)(*(each.ctypes.data for each in into))
         sizes = (self._size * count)(*(each.nbytes for each in into))
         nothing = (c_void_p * count)()
-        profiled = [nothing] if self.version >= 10 else []
+        profiled = [(c_void_p * count)(*profiled_by)] if self.version >= 10 else []
         self._check(
             self.table.receive(comm, count, data, sizes, (c_int * count)(*tags), nothing, *profiled, byref(request))
         )

@@ -13,7 +13,21 @@ from typing import Annotated
 
 import typer
 
-from netfold.cli import bench, demo, doctor, explain, nccl_env, plan, profile, rack, store, switch, top, train
+from netfold.cli import (
+    bench,
+    demo,
+    doctor,
+    explain,
+    nccl_env,
+    nccl_tuning,
+    plan,
+    profile,
+    rack,
+    store,
+    switch,
+    top,
+    train,
+)
 from netfold.cli.verb import CANNOT
 from netfold.extras import MissingExtraError, missing_extra
 
@@ -46,6 +60,7 @@ app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("store")(store.store)
 app.command("nccl-env")(nccl_env.nccl_env)
+app.command("nccl-tuning")(nccl_tuning.nccl_tuning)
 app.command("top")(top.top)
 app.add_typer(train.app, name="train")
 app.add_typer(switch.app, name="switch")

@@ -1,4 +1,4 @@
-"""`netfold nccl-env`: the variables with which NCCL finds netfold's network plugin."""
+"""`netfold nccl-env`: the variables with which NCCL finds netfold's plugins: network, profiler, tuner."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from netfold.cli.verb import CANNOT
 
 # The first NCCL that loads a version of the plugin's interface.
 LEAST_NCCL = (2, 20, 3)
+LEAST_PROFILER, LEAST_TUNER = (2, 27), (2, 22)
+# A shared object of its own, beside the plugin (native/nccl/tuner).
+TUNER = "libnccl-tuner-netfold.so"
 
 
 def plugin() -> Path:
@@ -29,6 +32,16 @@ def nccl_env(
         bool,
         typer.Option("--require", help="NCCL stops where the plugin cannot be used, instead of using its sockets."),
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Record NCCL's operations there, for `netfold profile`. All ranks use one folder."
+        ),
+    ] = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Let this table of `netfold nccl-tuning` choose NCCL's algorithms."),
+    ] = None,
 ) -> None:
     """Print variables for the ranks of a job: `eval "$(netfold nccl-env)"`. NCCL then sends over netfold's streams.
 
@@ -48,6 +61,12 @@ def nccl_env(
     switch = os.environ.get("NETFOLD_SWITCH", "")
     if switch:
         typer.echo("export NCCL_COLLNET_ENABLE=1")
+    if profile is not None:
+        typer.echo(f"export NCCL_PROFILER_PLUGIN={found.name}")
+        typer.echo(f"export NETFOLD_PROFILE={shlex.quote(str(profile.absolute()))}")
+    if tune is not None:
+        typer.echo(f"export NCCL_TUNER_PLUGIN={TUNER}")
+        typer.echo(f"export NETFOLD_NCCL_TUNER={shlex.quote(str(tune.absolute()))}")
     otherwise = "stops" if require else "uses its own sockets"
     typer.echo(
         f"nccl-env: NCCL 2.20.3 or later will send over netfold's TCP streams; where the plugin cannot be used, NCCL "
@@ -61,10 +80,17 @@ def nccl_env(
             "refuses a rank, NCCL goes on with its own algorithms. NETFOLD_SWITCH must be set on every rank",
             err=True,
         )
+    needs: list[tuple[tuple[int, ...], str]] = [(LEAST_NCCL, "the plugin")]
+    needs += [(LEAST_PROFILER, "the profiler")] if profile is not None else []
+    needs += [(LEAST_TUNER, "the tuner")] if tune is not None else []
     for package, numbers in _installed_nccls():
-        if numbers < LEAST_NCCL:
-            installed = ".".join(map(str, numbers))
-            typer.echo(f"nccl-env: {package} {installed} is older, and will not load the plugin", err=True)
+        installed = ".".join(map(str, numbers))
+        for least, what in needs:
+            if numbers < least:
+                needed = ".".join(map(str, least))
+                typer.echo(
+                    f"nccl-env: {package} {installed} is older than {needed}, and will not load {what}", err=True
+                )
 
 
 def _installed_nccls() -> list[tuple[str, tuple[int, ...]]]:

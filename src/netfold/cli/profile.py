@@ -32,7 +32,7 @@ def run(
     with exit_on("profile run", LaunchError):
         folder = new_folder(output)
         code = launch(command, folder)
-    ranks = len(list(folder.glob("rank-*/metadata.json")))
+    ranks = max(len(list(folder.glob(f"{kind}-*/metadata.json"))) for kind in ("rank", "nccl"))
     if ranks == 0:
         typer.echo(f"netfold profile: no process of the job was in a group; {folder} holds no records", err=True)
     else:

@@ -50,7 +50,7 @@ class Columns:
 
     operation: Names
     group: Integers  # index into `groups_of(run)`, or NO_GROUP
-    engine: Bools  # whether it is an event record of the native engine
+    engine: Bools  # whether the native engine or NCCL's profiler gave it: with a sequence number and bytes sent
     completes: Bools  # whether the record ends with the operation, not with its submission to a device
     algorithm: Names
     wire: Names
@@ -94,6 +94,8 @@ def submissions(run: Run) -> dict[str, int]:
 def _is_engine(about: RankMetadata, number: int) -> bool:
     """Whether a group's records are event records. With records of both kinds, the group's backend tells."""
     group = about.groups.get(str(number))
+    if group is not None and group.is_timed:
+        return True
     return about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
 
 

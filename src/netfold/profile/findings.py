@@ -132,7 +132,8 @@ def submissions_text(submissions: Mapping[str, int]) -> str:
     return (
         f"{sum(submissions.values()):,} operations ({', '.join(sorted(submissions))}) were recorded only as the host "
         "submitted them: they have counts and bytes and no times, since they ran on a device later. For their times "
-        "put events of the device around them (torch.cuda.Event(enable_timing=True)), or run torch.profiler with "
+        "let NCCL record them (netfold nccl-env --profile), put events of the device around them "
+        "(torch.cuda.Event(enable_timing=True)), or run torch.profiler with "
         "ProfilerActivity.CUDA"
     )
 

@@ -1,10 +1,11 @@
 """Write a run in the Trace Event Format (Chrome's JSON), for ui.perfetto.dev and chrome://tracing.
 
 Each rank is a process. One thread has the steps. The operations have as many threads as were under way at once, since
-slices of one thread must not overlap. A counter shows how much the training thread computed. Arrows join the slices of
-one call, from the rank that began first to the rank that began last. Times are microseconds of the first rank's clock
-since the first event. An operation of which only the submission to a device was recorded is a slice `submit ...`, as
-long as the submission took on the host. Format: "Trace Event Format", Google, 2016; flows by `bind_id`.
+slices of one thread must not overlap; so have NCCL's transfers, if its profiler was recorded. A counter shows how much
+the training thread computed. Arrows join the slices of one call, from the rank that began first to the rank that began
+last. Times are microseconds of the first rank's clock since the first event. An operation of which only the submission
+to a device was recorded is a slice `submit ...`, as long as the submission took on the host. Format: "Trace Event
+Format", Google, 2016; flows by `bind_id`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from netfold.profile.timeline import align_clocks, computing_percent, group_name
 
 _STEPS_THREAD = 1
 _FIRST_LANE = 2
+_FIRST_TRANSFER_LANE = 2048
 # Thread numbers are unique in the trace: some readers take equal numbers for one thread, in any process.
 _THREADS_A_RANK = 4096
 _WORK_THREAD = _THREADS_A_RANK - 1
@@ -71,6 +73,7 @@ def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, 
         for number, (began_ns, ended_ns) in enumerate(trace.steps.tolist()):
             yield _slice(trace, _STEPS_THREAD, f"step {number}", "step", began_ns - origin_ns, ended_ns - origin_ns)
         yield from _operations(trace, origin_ns, call, role)
+        yield from _transfers(trace, origin_ns)
         for at_ns, percent in zip(*(each.tolist() for each in computing_percent(trace.progress)), strict=True):
             yield _event(trace, "C", "training thread computes", args={"percent": percent}, ts=_us(at_ns - origin_ns))
 
@@ -143,7 +146,9 @@ def _operations(trace: Trace, origin_ns: int, call: Integers, role: Integers) ->
     lane = lanes(operations["started_ns"][order], operations["finished_ns"][order])
     for number in range(int(lane.max()) + 1 if len(lane) else 0):
         # Larger numbers are threads of the next rank.
-        assert _FIRST_LANE + number < _WORK_THREAD, f"rank {about.rank} had {number} operations under way at once"
+        assert _FIRST_LANE + number < _FIRST_TRANSFER_LANE, (
+            f"rank {about.rank} had {number} operations under way at once"
+        )
         yield from _thread(trace, _FIRST_LANE + number, "operations" if number == 0 else f"operations ({number + 1})")
     # Convert NumPy's numbers to Python's in batches: one by one takes longer than all the rest.
     for first in range(0, len(order), _AT_ONCE):
@@ -169,6 +174,31 @@ def _operations(trace: Trace, origin_ns: int, call: Integers, role: Integers) ->
             if arrow & _OUT:
                 event["flow_out"] = True
             yield event
+
+
+def _transfers(trace: Trace, origin_ns: int) -> Iterator[dict[str, Any]]:
+    """The slices of the transfers by NCCL's channels."""
+    if trace.nccl is None or not len(trace.nccl.transfers):
+        return
+    transfers = trace.nccl.transfers[np.argsort(trace.nccl.transfers["began_ns"], kind="stable")]
+    numbers = dict(zip(trace.nccl.rows["id"].tolist(), trace.nccl.places.tolist(), strict=True))
+    # More at once than this share the last lane.
+    lane = np.minimum(lanes(transfers["began_ns"], transfers["ended_ns"]), _WORK_THREAD - _FIRST_TRANSFER_LANE - 1)
+    for number in range(int(lane.max()) + 1):
+        yield from _thread(
+            trace, _FIRST_TRANSFER_LANE + number, "network" if number == 0 else f"network ({number + 1})"
+        )
+    for row, number in zip(transfers, lane.tolist(), strict=True):
+        name = f"{'send to' if row['is_send'] else 'receive from'} {row['peer']}"
+        began_ns, ended_ns = int(row["began_ns"]) - origin_ns, int(row["ended_ns"]) - origin_ns
+        event = _slice(trace, _FIRST_TRANSFER_LANE + number, name, "network", began_ns, ended_ns)
+        event["args"] = {what: int(row[what]) for what in ("bytes", "channel", "steps", "net_bytes", "net_requests")}
+        event["args"] |= {
+            f"{what}_us": _us(int(row[f"{what}_ns"])) for what in ("gpu_wait", "peer_wait", "network", "net")
+        }
+        if (place := numbers.get(int(row["operation"]))) is not None:
+            event["args"]["operation"] = trace.metadata.name_of("operation", int(trace.operations["operation"][place]))
+        yield event
 
 
 def _args(trace: Trace, record: Mapping[str, int]) -> dict[str, Any]:

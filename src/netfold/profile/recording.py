@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 VARIABLE = "NETFOLD_PROFILE"
 # The prefix of a launcher's file (netfold.profile.launch).
 LAUNCHER = "launch-"
+# The prefix of a folder of NCCL's profiler (netfold.profile.nccl).
+NCCL = "nccl-"
 WRITE_S = 0.5
 # After more new records of a group than this, the next write comes sooner, before the group's ring buffer overflows.
 _MANY = 2048
@@ -399,7 +401,7 @@ def require_profile_folder(folder: Path) -> None:
 
 def unknown_files(names: Sequence[str]) -> list[str]:
     """Select the names of files that no recording writes."""
-    return [name for name in names if name != "run.json" and not name.startswith(("rank-", LAUNCHER))]
+    return [name for name in names if name != "run.json" and not name.startswith(("rank-", NCCL, LAUNCHER))]
 
 
 def describe_run(folder: Path, command: Sequence[str]) -> None:

@@ -5,8 +5,9 @@
     RUN/rank-0003/operations       `RECORD`s, in the order in which operations ended
     RUN/rank-0003/steps            `STEP`s, one for each training step
     RUN/rank-0003/progress         `PROGRESS`: the computing time of the training thread, a line every few milliseconds
+    RUN/nccl-HOST-PID/             what NCCL's profiler saw in a process (netfold.profile.nccl)
 
-The three lists are plain arrays of fixed-size structs. Writers only append, so a killed rank leaves valid lists.
+The lists are plain arrays of fixed-size structs. Writers only append, so a killed rank leaves valid lists.
 All times are CLOCK_MONOTONIC nanoseconds of the rank's own host.
 """
 
@@ -31,6 +32,8 @@ PROGRESS = np.dtype([("at_ns", "i8"), ("busy_ns", "i8")])
 
 Steps: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
 Progress: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
+# A rank's gap where torch's marks are all there is of operations on a device.
+SUBMISSIONS_ONLY = "On accelerators only the submission of operations is seen, not their run on the device."
 _LISTS = {"operations": RECORD, "steps": STEP, "progress": PROGRESS}
 
 
@@ -45,6 +48,7 @@ class GroupName:
     name: str  # the same on all members, unlike the number in records
     backend: str
     ranks: list[int] = field(default_factory=list)  # ranks of the job, in the group's order; empty: unknown
+    is_timed: bool = False  # NCCL's profiler gave its records, which end with the operations
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,15 @@ class RankMetadata:
 
 
 @dataclass(frozen=True)
+class NcclDetails:
+    """Details of a rank's operations that NCCL's profiler saw, beyond their records (netfold.profile.nccl)."""
+
+    places: np.ndarray[Any, np.dtype[np.int64]]  # [k] of `rows`, in the trace's operations
+    rows: Records  # [k] OPERATION
+    transfers: Records  # [m] TRANSFER
+
+
+@dataclass(frozen=True)
 class Trace:
     """One rank's files: `operations` [n] RECORD, `steps` [n] STEP, `progress` [n] PROGRESS; any may be empty."""
 
@@ -79,6 +92,11 @@ class Trace:
     operations: Records
     steps: Steps
     progress: Progress
+    nccl: NcclDetails | None = None
+
+    @classmethod
+    def empty(cls, metadata: RankMetadata) -> Trace:
+        return cls(metadata, np.empty(0, RECORD), np.empty(0, STEP), np.empty(0, PROGRESS))
 
 
 @dataclass(frozen=True)
@@ -120,8 +138,10 @@ class RankWriter:
 
 def read_run(folder: Path) -> Run:
     """Read a run. Raises RunError if `folder` holds none. Drops an incomplete last record of a list."""
-    ranks = sorted(folder.glob("rank-*/metadata.json"))
-    if not ranks:
+    from netfold.profile.nccl import add_nccl  # it uses the types of this module
+
+    traces = add_nccl(folder, [_read_rank(path) for path in sorted(folder.glob("rank-*/metadata.json"))])
+    if not traces:
         raise RunError(
             f"{folder} holds no profile: no rank left a metadata.json there; `netfold profile run` makes one"
         )
@@ -132,7 +152,7 @@ def read_run(folder: Path) -> Run:
         raise RunError(f"{path} is not JSON: {error}") from None
     if not isinstance(description, dict):
         raise RunError(f"{path} is not what describes a run: a JSON object")
-    return Run(folder, description, sorted(map(_read_rank, ranks), key=lambda trace: trace.metadata.rank))
+    return Run(folder, description, sorted(traces, key=lambda trace: trace.metadata.rank))
 
 
 def _read_rank(path: Path) -> Trace:
@@ -148,7 +168,8 @@ def _read_rank(path: Path) -> Trace:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RunError(f"{path} is not what a rank writes of itself: {error!r}") from None
-    return Trace(about, **{name: _read_list(path.parent / name, dtype) for name, dtype in _LISTS.items()})
+    operations, steps, progress = (read_list(path.parent / name, dtype) for name, dtype in _LISTS.items())
+    return Trace(about, operations, steps, progress)
 
 
 def _check_types(about: RankMetadata) -> None:
@@ -169,6 +190,7 @@ def _check_types(about: RankMetadata) -> None:
             raise TypeError(f"{name} holds {value!r}, expected {kind.__name__}")
 
 
-def _read_list(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def read_list(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """The structs of a file, without an incomplete last one; none without a file."""
     raw = path.read_bytes() if path.exists() else b""
     return np.frombuffer(raw, dtype=dtype, count=len(raw) // dtype.itemsize)

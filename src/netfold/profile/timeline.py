@@ -13,7 +13,7 @@ from netfold.profile.columns import Integers, columns_of
 from netfold.profile.findings import ClockOffset
 from netfold.profile.matching import match
 from netfold.profile.record import Records
-from netfold.profile.run import Run, Trace
+from netfold.profile.run import NcclDetails, Run, Trace
 
 
 def align_clocks(run: Run, clocks: Iterable[ClockOffset]) -> Run:
@@ -26,10 +26,21 @@ def align_clocks(run: Run, clocks: Iterable[ClockOffset]) -> Run:
     for trace in run.traces:
         own = clock.get(trace.metadata.rank)
         if own is not None and (own.offset_ns or own.knots):
-            lists = (_aligned(each, own) for each in (trace.operations, trace.steps, trace.progress))
-            trace = Trace(trace.metadata, *lists)
+            operations, steps, progress = (
+                _aligned(each, own) for each in (trace.operations, trace.steps, trace.progress)
+            )
+            nccl = None if trace.nccl is None else _aligned_details(trace.nccl, own)
+            trace = Trace(trace.metadata, operations, steps, progress, nccl)
         traces.append(trace)
     return replace(run, traces=traces)
+
+
+def _aligned_details(details: NcclDetails, clock: ClockOffset) -> NcclDetails:
+    """The transfers' times; of an operation only its record's times are used."""
+    transfers = details.transfers.copy()
+    for name in ("began_ns", "ended_ns"):
+        transfers[name] = clock.align(transfers[name])
+    return replace(details, transfers=transfers)
 
 
 def _aligned(records: Records, clock: ClockOffset) -> Records:

@@ -23,7 +23,7 @@ from torch.optim import optimizer as optimizers
 
 from netfold.profile.columns import COMPLETING
 from netfold.profile.recording import Batch, Identity, Names, Recording
-from netfold.profile.run import GroupName
+from netfold.profile.run import SUBMISSIONS_ONLY, GroupName
 from netfold.torch.profiler_records import WindowRecords
 from netfold.torch.profiler_window import MAX_OPERATIONS, MESSAGES, Windows, has_flight_recorder, in_backward
 
@@ -171,7 +171,7 @@ class TorchSource:
                 "without which they cannot be read safely."
             )
         if any(set(group.backend.split(" and ")) - {*COMPLETING} for group in groups.values()):
-            gaps.append("On accelerators only the submission of operations is seen, not their run on the device.")
+            gaps.append(SUBMISSIONS_ONLY)
         if windows.torn:
             gaps.append(_TORN)
         if windows.abandoned:

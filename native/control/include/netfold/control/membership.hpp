@@ -72,9 +72,9 @@ class Membership {
     std::string reason;  // a sentence without this rank's number
     int rank = -1;       // left: the rank at fault
   };
-  // Reads what the switch sent, and asks it for life where that is due (switch_watch.hpp). Does not block, and looks at
-  // the connection every kLookNs at most, so it may be called in every round of a busy loop. After an event it returns
-  // that event again; after `leave`, nothing.
+  // Reads what the switch sent, and asks it whether it runs where that is due (switch_watch.hpp). Does not block, and
+  // looks at the connection every kLookNs at most, so it may be called in every round of a busy loop. After an event it
+  // returns that event again; after `leave`, nothing.
   // channel: the one of take_channel(), read and not kept. Its owner holds whatever guards it.
   // Call it every second or more often while the channel waits for a result. A pause longer than half a second counts
   // as half a second, so the switch is not taken for lost because nobody called.

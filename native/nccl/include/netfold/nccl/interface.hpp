@@ -89,8 +89,12 @@ struct PropertiesV12 : PropertiesSinceV9<8> {
   std::int16_t plane;
 };
 
-// The plugin uses none of them: an offloaded connection, a communicator's settings, a profiler's call.
+// The plugin uses none of them: an offloaded connection, a communicator's settings.
 using Ignored = void*;
+
+// ncclProfilerCallback_t: starts and stops events of a network, for which `of` is what NCCL gave with a send or receive.
+// The start sets *event where the profiler wants such events.
+using ProfilerCallback = Result (*)(void** event, int action, void* of, std::int64_t plugin, void* data);
 
 struct Registrations {
   Result (*add)(void* comm, void* data, std::size_t bytes, int kind, void** registration);
@@ -117,10 +121,10 @@ struct TransfersV8 {
 
 // With what the profiler gave for each of them.
 struct TransfersV10 {
-  Result (*send)(void* comm, void* data, std::size_t bytes, int tag, void* registration, Ignored profiled,
+  Result (*send)(void* comm, void* data, std::size_t bytes, int tag, void* registration, void* profiled,
                  void** request);
   Result (*receive)(void* comm, int count, void** data, std::size_t* bytes, int* tags, void** registrations,
-                    Ignored* profiled, void** request);
+                    void** profiled, void** request);
 };
 
 // ncclNet_v8_t
@@ -155,7 +159,7 @@ struct NetV9 {
 // ncclNet_v10_t
 struct NetV10 {
   const char* name;
-  Result (*init)(Logger, Ignored profiler);
+  Result (*init)(Logger, ProfilerCallback);
   Result (*devices)(int* count);
   Result (*properties)(int device, PropertiesV9*);
   Result (*listen)(int device, void* handle, void** listener);
@@ -171,7 +175,7 @@ struct NetV10 {
 template <class Properties, int kDevices>
 struct NetV11 {
   const char* name;
-  Result (*init)(void** context, std::uint64_t comm_id, Ignored settings, Logger, Ignored profiler);
+  Result (*init)(void** context, std::uint64_t comm_id, Ignored settings, Logger, ProfilerCallback);
   Result (*devices)(int* count);
   Result (*properties)(int device, Properties*);
   Result (*listen)(void* context, int device, void* handle, void** listener);
