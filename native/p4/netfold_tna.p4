@@ -6,7 +6,9 @@
 // honest worker cannot send such a packet (docs/reference/protocol.md, why a slot may be reused), and no sum is wrong
 // after one: the slot's other contributions are then stale. Chunks are compared as 32 bits with a sign, so the control
 // plane ends a generation before chunk 2^31. A mismatch tells every worker what its sender called; the sender learns
-// over the control connection that its peers ended. Slot s of a new job begins with chunk s - S.
+// over the control connection that its peers ended. Slot s of a new job begins with chunk s - S, complete. With a
+// parent, too, a slot moves on although the parent's result is not there; the answer above holds for it as well.
+// Nothing compares the owner of the pipeline: the switch's own control interface has one client.
 #include <core.p4>
 #if __TARGET_TOFINO__ == 2
 #include <t2na.p4>
@@ -20,7 +22,7 @@
 // For egress, in front of the packet.
 header bridge_t {
   bit<16> index;
-  bit<8> answers;  // 1: an answer for each of a job's workers
+  bit<8> leaving;  // leaving_t
 }
 #define NETFOLD_BRIDGE bridge_t
 #include "shared.p4"
@@ -108,7 +110,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
   Check() check;
   Answer() answer;
   Values() values;
-  Counter<bit<32>, bit<8>>(NETFOLD_JOBS * 16, CounterType_t.PACKETS) outcomes;
+  Counter<bit<32>, bit<10>>(NETFOLD_JOBS * NETFOLD_COUNTERS, CounterType_t.PACKETS) outcomes;
 
   Register<int<32>, bit<32>>(NETFOLD_SLOTS) slot_chunk;
   RegisterAction<int<32>, bit<32>, int<32>>(slot_chunk) enter = {
@@ -118,6 +120,10 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
         chunk = (int<32>)hdr.netfold.chunk[31:0];
       }
     }
+  };
+
+  RegisterAction<int<32>, bit<32>, int<32>>(slot_chunk) look = {
+    void apply(inout int<32> chunk, out int<32> before) { before = chunk; }
   };
 
   Register<bit<32>, bit<32>>(NETFOLD_SLOTS) slot_workers;
@@ -131,6 +137,27 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
     void apply(inout bit<32> workers, out bit<32> before) {
       before = workers;
       workers = workers | meta.member;
+    }
+  };
+  RegisterAction<bit<32>, bit<32>, bit<32>>(slot_workers) get_workers = {
+    void apply(inout bit<32> workers, out bit<32> before) { before = workers; }
+  };
+
+  // Of a job with a parent: 1 once the parent's result has come.
+  Register<bit<8>, bit<32>>(NETFOLD_SLOTS) slot_complete;
+  RegisterAction<bit<8>, bit<32>, bit<8>>(slot_complete) open_slot = {
+    void apply(inout bit<8> complete, out bit<8> before) {
+      complete = 0;
+      before = 0;
+    }
+  };
+  RegisterAction<bit<8>, bit<32>, bit<8>>(slot_complete) get_complete = {
+    void apply(inout bit<8> complete, out bit<8> before) { before = complete; }
+  };
+  RegisterAction<bit<8>, bit<32>, bit<8>>(slot_complete) finish_slot = {
+    void apply(inout bit<8> complete, out bit<8> before) {
+      before = complete;
+      complete = 1;
     }
   };
 
@@ -168,6 +195,13 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
       number = count;
     }
   };
+  Register<bit<32>, bit<16>>(NETFOLD_JOBS) job_sums;
+  RegisterAction<bit<32>, bit<16>, bit<32>>(job_sums) next_sum = {
+    void apply(inout bit<32> count, out bit<32> number) {
+      count = count + 1;
+      number = count;
+    }
+  };
   bit<32> number = 0;
   bit<32> last = 0;
   WORD(number, number)
@@ -187,24 +221,32 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
 
   apply {
     hdr.bridge.setValid();
-    hdr.bridge.answers = 0;
-    bool contributes;
-    check.apply(hdr, meta, contributes);
-    if (!contributes) {
+    hdr.bridge.leaving = FORWARDED;
+    bool counts;
+    check.apply(hdr, meta, counts);
+    if (!counts) {
       hosts.apply();
     } else {
       step_t step = 0;
       if (meta.outcome == STORED) {
-        int<32> before = enter.execute(meta.slot);
+        int<32> before = 0;
+        if (meta.job.from_parent == 1) {
+          before = look.execute(meta.slot);
+        } else {
+          before = enter.execute(meta.slot);
+        }
         int<32> ahead = (int<32>)hdr.netfold.chunk[31:0] - before;
         if (ahead < 0) {
           meta.outcome = STALE;
         } else {
+          bit<1> opens = 0;
+          if (ahead != 0 && meta.job.from_parent == 0) {
+            opens = 1;
+          }
           shape = hdr.netfold.count ++ hdr.netfold.wire ++ hdr.netfold.reduce;
           choices = (bit<32>)hdr.netfold.choices;
           bit<32> differs = 0;
-          bit<32> had = 0;
-          if (ahead != 0) {
+          if (opens == 1) {
             set_operation.execute(meta.slot);
             set_elements.execute(meta.slot);
             set_shape.execute(meta.slot);
@@ -215,31 +257,64 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
             differs = differs | (get_shape.execute(meta.slot) ^ shape);
             differs = differs | (get_choices.execute(meta.slot) ^ choices);
           }
-          if (differs != 0) {
-            meta.outcome = DISAGREES;
-            meta.disagrees = 1;
+          bit<32> had = 0;
+          if (opens == 1) {
+            had = first_worker.execute(meta.slot);
+          } else if (meta.job.from_parent == 1 || differs != 0) {
+            had = get_workers.execute(meta.slot);
           } else {
-            if (ahead != 0) {
-              had = first_worker.execute(meta.slot);
-            } else {
-              had = next_worker.execute(meta.slot);
-            }
-            if (had == meta.job.all) {
-              meta.outcome = RESENT;
-            } else if (had & meta.member != 0) {
+            had = next_worker.execute(meta.slot);
+          }
+          bit<1> mismatch = 0;
+          if (hdr.netfold.flags & MISMATCH != 0) {
+            mismatch = 1;
+          }
+          bit<8> complete = 0;
+          if (opens == 1) {
+            complete = open_slot.execute(meta.slot);
+          } else if (meta.job.from_parent == 1 && ahead == 0 && mismatch == 0 && had == meta.job.all && differs == 0) {
+            complete = finish_slot.execute(meta.slot);
+          } else {
+            complete = get_complete.execute(meta.slot);
+          }
+          if (meta.job.from_parent == 1) {
+            if (ahead == 0 && complete == 1) {
               meta.outcome = DUPLICATE;
-            } else if (had | meta.member == meta.job.all) {
+            } else if (mismatch == 1) {
+              meta.outcome = DISAGREES;
+            } else if (ahead != 0 || had != meta.job.all) {
+              meta.outcome = WINDOW;
+            } else if (differs != 0) {
+              meta.outcome = MALFORMED;
+            } else {
+              meta.outcome = COMPLETED;
+            }
+          } else if (differs != 0) {
+            meta.outcome = DISAGREES;
+          } else if (had == meta.job.all) {
+            if (meta.job.has_parent == 1 && complete == 0) {
+              meta.outcome = SUM_RESENT;
+            } else {
+              meta.outcome = RESENT;
+            }
+          } else if (had & meta.member != 0) {
+            meta.outcome = DUPLICATE;
+          } else if (had | meta.member == meta.job.all) {
+            if (meta.job.has_parent == 1) {
+              meta.outcome = SUMMED;
+            } else {
               meta.outcome = COMPLETED;
             }
           }
-          if (meta.outcome == RESENT) {
-            clear();  // an or with nothing reads the kept result
+          if (meta.outcome == RESENT || meta.outcome == SUM_RESENT) {
+            clear();  // an or with nothing reads what the slot keeps
             step = STEP_OR;
           } else if (meta.outcome == DISAGREES) {
             clear();
-          } else if (meta.outcome != DUPLICATE) {
+            meta.disagrees = 1;
+          } else if (meta.outcome == STORED || meta.outcome == SUMMED || meta.outcome == COMPLETED) {
             swap();
-            if (ahead != 0) {
+            if (opens == 1 || meta.job.from_parent == 1) {
               step = STEP_STORE;
             } else if (meta.operator == SUM) {
               step = STEP_ADD;
@@ -255,8 +330,12 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
           }
         }
       }
-      outcomes.count(meta.job.index[3:0] ++ meta.outcome);
+      outcomes.count(meta.job.index[3:0] ++ meta.job.from_parent ++ meta.outcome);
       hdr.netfold.worker = meta.name;
+      hdr.bridge.leaving = TO_WORKERS;
+      if (meta.job.from_parent == 1) {
+        hdr.bridge.leaving = PASSED_ON;
+      }
       if (meta.outcome == COMPLETED) {
         number = next_result.execute(meta.job.index);
         last = (bit<32>)meta.name;
@@ -271,11 +350,14 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
       } else if (meta.outcome == DISAGREES) {
         number = next_mismatch.execute(meta.job.index);
         for_tm.mcast_grp_a = (MulticastGroupId_t)meta.job.group;
+      } else if (meta.outcome == SUMMED || meta.outcome == SUM_RESENT) {
+        number = next_sum.execute(meta.job.index);
+        hdr.bridge.leaving = TO_PARENT;
+        for_tm.ucast_egress_port = (PortId_t)meta.job.up;
       } else {
         for_deparser.drop_ctl = 1;
       }
       hdr.bridge.index = meta.job.index;
-      hdr.bridge.answers = 1;
       hdr.netfold.packet_number = 32w0 ++ number;
       answer.apply(hdr, meta);
     }
@@ -295,6 +377,7 @@ parser EgressParser(packet_in packet, out headers_t hdr, out metadata_t meta,
     packet.extract(hdr.bridge);
     meta.disagrees = 0;
     meta.job.index = hdr.bridge.index;
+    meta.leaving = hdr.bridge.leaving;
     headers.apply(packet, hdr);
     transition accept;
   }
@@ -307,7 +390,7 @@ control SwitchEgress(inout headers_t hdr, inout metadata_t meta, in egress_intri
   Address() address;
 
   apply {
-    if (hdr.bridge.answers == 1 && intrinsic.egress_rid != 0) {
+    if (meta.leaving == TO_PARENT || (meta.leaving != FORWARDED && intrinsic.egress_rid != 0)) {
       address.apply(hdr, meta, intrinsic.egress_rid - 1);
     }
     hdr.bridge.setInvalid();

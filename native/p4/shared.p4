@@ -1,4 +1,4 @@
-// Independent of the architecture: packets, a packet's checks, and how an answer is addressed. No extern is used.
+// Independent of the architecture: packets, a packet's checks, and how what leaves is addressed. No extern is used.
 #ifndef NETFOLD_SHARED_P4
 #define NETFOLD_SHARED_P4
 
@@ -8,8 +8,10 @@
 #ifndef NETFOLD_SLOTS
 #define NETFOLD_SLOTS 4096
 #endif
-// Jobs at once, and workers of a job at this switch.
+// Jobs at once, and workers of a job at this switch. A switch below this one is a worker.
+#ifndef NETFOLD_JOBS
 #define NETFOLD_JOBS 16
+#endif
 #define NETFOLD_WORKERS 32
 
 typedef bit<48> mac_t;
@@ -23,6 +25,8 @@ const bit<16> UDP_BYTES = 8 + 48 + 4 * NETFOLD_VALUES;
 
 const bit<8> FROM_SWITCH = 1;
 const bit<8> MISMATCH = 4;
+const bit<8> HELLO = 8;
+const bit<8> NACK = 16;
 
 const bit<8> U8 = 8;
 const bit<8> U16 = 9;
@@ -34,8 +38,9 @@ const bit<8> MAX = 3;
 const bit<8> BOR = 5;
 
 // What became of a packet. 1 to 12 are the drop reasons of native/protocol (packet.hpp), with their numbers. The index
-// of a counter is the job's index * 16 + the outcome.
-typedef bit<4> outcome_t;
+// of a counter is the job's index * 64 + the outcome, + 32 for a packet of the parent.
+#define NETFOLD_COUNTERS 64
+typedef bit<5> outcome_t;
 const outcome_t STORED = 0;
 const outcome_t MALFORMED = 1;
 const outcome_t FOREIGN = 3;
@@ -43,12 +48,23 @@ const outcome_t INCARNATION = 4;
 const outcome_t EPOCH = 5;
 const outcome_t WORKER = 6;
 const outcome_t SOURCE = 7;
+const outcome_t DIRECTION = 9;
 const outcome_t STALE = 10;
 const outcome_t DUPLICATE = 11;
 const outcome_t WINDOW = 12;
 const outcome_t COMPLETED = 13;
 const outcome_t RESENT = 14;
 const outcome_t DISAGREES = 15;
+const outcome_t SUMMED = 16;      // the last worker's, of a job with a parent: the sum goes up
+const outcome_t SUM_RESENT = 17;  // a duplicate before the parent's result: the sum goes up once more
+const outcome_t ASKED = 18;       // a NACK of the parent, which the profile leaves out
+
+// How a packet leaves.
+typedef bit<8> leaving_t;
+const leaving_t FORWARDED = 0;
+const leaving_t TO_WORKERS = 1;  // the answer to a worker's packet
+const leaving_t TO_PARENT = 2;
+const leaving_t PASSED_ON = 3;  // the parent's answer, to the workers
 
 header ethernet_t {
   mac_t dst;
@@ -117,14 +133,19 @@ struct headers_t {
 // A job as the control plane granted it.
 struct job_t {
   bit<16> index;  // among this switch's jobs
+  bit<1> from_parent;  // the packet came to the port for the parent's packets
+  // What the packet must carry: of a packet from the parent, this switch's identity there.
   bit<32> id;
   bit<32> epoch;
   bit<32> incarnation;
-  bit<16> workers;
-  bit<32> all;   // the bits of all workers
-  bit<32> base;  // its first slot
-  bit<32> mask;  // its slots - 1
-  bit<16> group;  // multicast group of its workers
+  bit<32> owner;    // this switch's incarnation
+  bit<16> workers;  // of a packet from the parent: the number of this switch there
+  bit<32> all;      // the bits of all workers
+  bit<32> base;     // its first slot
+  bit<32> mask;     // its slots - 1
+  bit<16> group;    // multicast group of its workers
+  bit<1> has_parent;
+  port_t up;  // the port that leads to the parent
 }
 
 struct metadata_t {
@@ -136,6 +157,7 @@ struct metadata_t {
   bit<8> operator;   // SUM, MAX or BOR
   bit<32> slot;
   outcome_t outcome;
+  leaving_t leaving;
   bit<1> disagrees;  // the answer is a mismatch
   // Of a mismatch, for its sender: the call of the worker that contributed first.
   bit<32> operation;
@@ -184,22 +206,28 @@ parser Headers(packet_in packet, out headers_t hdr) {
   }
 }
 
-// Decides whether a packet is a contribution that may count. `contributes`: whether this pipeline answers for the
-// packet; another packet is forwarded as any packet is, a hello to the control plane's host too.
-// Sets meta.outcome to STORED, or to the reason to drop the packet.
-control Check(inout headers_t hdr, inout metadata_t meta, out bool contributes) {
-  action set_job(bit<16> index, bit<32> id, bit<32> epoch, bit<32> incarnation, bit<16> workers, bit<32> all,
-                 bit<32> base, bit<32> mask, bit<16> group) {
+// Decides whether a packet is a contribution, or an answer of the parent, that may count. `counts`: whether this
+// pipeline takes the packet; another packet is forwarded as any packet is, a hello to the control plane's host too.
+// Sets meta.outcome to STORED, to the reason to drop the packet, or to ASKED.
+control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
+  action set_job(bit<1> from_parent, bit<16> index, bit<32> id, bit<32> epoch, bit<32> incarnation, bit<32> owner,
+                 bit<16> workers, bit<32> all, bit<32> base, bit<32> mask, bit<16> group, bit<1> has_parent,
+                 port_t up) {
+    meta.job.from_parent = from_parent;
     meta.job.index = index;
     meta.job.id = id;
     meta.job.epoch = epoch;
     meta.job.incarnation = incarnation;
+    meta.job.owner = owner;
     meta.job.workers = workers;
     meta.job.all = all;
     meta.job.base = base;
     meta.job.mask = mask;
     meta.job.group = group;
+    meta.job.has_parent = has_parent;
+    meta.job.up = up;
   }
+  // One entry for the workers' packets, and one for the parent's.
   table job {
     key = {
       hdr.ipv4.dst: exact;
@@ -209,6 +237,19 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool contributes) 
       set_job;
       NoAction;
     }
+    default_action = NoAction();
+    size = 2 * NETFOLD_JOBS;
+  }
+
+  // The parent's packets come from its data port, and in by the port that leads to the parent.
+  table parent {
+    key = {
+      meta.job.index: exact;
+      hdr.ipv4.src: exact;
+      hdr.udp.src: exact;
+      meta.port: exact;
+    }
+    actions = { NoAction; }
     default_action = NoAction();
     size = NETFOLD_JOBS;
   }
@@ -261,12 +302,37 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool contributes) 
   }
 
   apply {
-    contributes = false;
+    counts = false;
     meta.outcome = STORED;
-    if (hdr.netfold.isValid() && hdr.netfold.flags == 0) {
-      if (job.apply().hit) {
-        contributes = true;
-        meta.slot = meta.job.base + (hdr.netfold.chunk[31:0] & meta.job.mask);
+    meta.leaving = FORWARDED;
+    if (hdr.netfold.isValid() && job.apply().hit) {
+      meta.slot = meta.job.base + (hdr.netfold.chunk[31:0] & meta.job.mask);
+      if (meta.job.from_parent == 1) {
+        counts = true;
+        meta.name = hdr.netfold.worker;
+        if (!parent.apply().hit) {
+          meta.outcome = SOURCE;
+        } else if (hdr.netfold.flags & ~(FROM_SWITCH | MISMATCH | HELLO | NACK) != 0) {
+          meta.outcome = MALFORMED;
+        } else if (hdr.netfold.job != meta.job.id) {
+          meta.outcome = FOREIGN;
+        } else if (hdr.netfold.incarnation != meta.job.incarnation) {
+          meta.outcome = INCARNATION;
+        } else if (hdr.netfold.epoch != meta.job.epoch) {
+          meta.outcome = EPOCH;
+        } else if (hdr.netfold.flags & (FROM_SWITCH | HELLO) != FROM_SWITCH) {
+          meta.outcome = DIRECTION;
+        } else if (hdr.netfold.flags & NACK != 0) {
+          if (hdr.netfold.worker != meta.job.workers) {
+            meta.outcome = WORKER;
+          } else if (hdr.netfold.count != 0 || hdr.netfold.elements == 0) {
+            meta.outcome = MALFORMED;
+          } else {
+            meta.outcome = ASKED;
+          }
+        }
+      } else if (hdr.netfold.flags == 0) {
+        counts = true;
         if (hdr.netfold.worker >= meta.job.workers) {
           meta.outcome = WORKER;
         } else if (!member.apply().hit) {
@@ -287,7 +353,7 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool contributes) 
   }
 }
 
-// Turns a contribution into an answer from this switch, still addressed to nobody but its sender.
+// Turns a packet into an answer from this switch, still addressed to nobody but its sender.
 control Answer(inout headers_t hdr, in metadata_t meta) {
   apply {
     mac_t mac = hdr.ethernet.dst;
@@ -308,7 +374,7 @@ control Answer(inout headers_t hdr, in metadata_t meta) {
   }
 }
 
-// Addresses one copy of a multicast answer. `replica`: the worker that it is for.
+// Addresses one copy of a multicast answer, or a sum. `replica`: the worker that the copy is for.
 control Address(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
   action set_address(mac_t mac, ip_t ip, bit<16> port) {
     hdr.ethernet.dst = mac;
@@ -328,17 +394,62 @@ control Address(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
     size = NETFOLD_JOBS * NETFOLD_WORKERS;
   }
 
+  action set_identity(bit<32> id, bit<32> epoch, bit<32> incarnation, mac_t mac, ip_t ip, bit<16> port) {
+    hdr.netfold.job = id;
+    hdr.netfold.epoch = epoch;
+    hdr.netfold.incarnation = incarnation;
+    hdr.ethernet.src = mac;
+    hdr.ipv4.src = ip;
+    hdr.udp.src = port;
+  }
+  // An answer of the parent becomes one of this switch.
+  table own {
+    key = { meta.job.index: exact; }
+    actions = {
+      set_identity;
+      NoAction;
+    }
+    default_action = NoAction();
+    size = NETFOLD_JOBS;
+  }
+
+  action set_parent(bit<32> id, bit<32> epoch, bit<32> incarnation, mac_t mac, ip_t ip, bit<16> port, bit<16> worker,
+                    mac_t to_mac, ip_t to_ip, bit<16> to_port) {
+    set_identity(id, epoch, incarnation, mac, ip, port);
+    hdr.netfold.flags = 0;
+    hdr.netfold.worker = worker;
+    hdr.ethernet.dst = to_mac;
+    hdr.ipv4.dst = to_ip;
+    hdr.udp.dst = to_port;
+  }
+  // A sum is a contribution of this switch, which is a worker of the parent.
+  table above {
+    key = { meta.job.index: exact; }
+    actions = {
+      set_parent;
+      NoAction;
+    }
+    default_action = NoAction();
+    size = NETFOLD_JOBS;
+  }
+
   apply {
-    address.apply();
-    if (meta.disagrees == 1 && replica == meta.sender) {
-      // The sender gets the first worker's call, and every other worker gets the sender's call.
-      hdr.netfold.operation = meta.operation;
-      hdr.netfold.elements = meta.elements;
-      hdr.netfold.count = meta.count;
-      hdr.netfold.wire = meta.wire;
-      hdr.netfold.reduce = meta.reduce;
-      hdr.netfold.choices = meta.choices;
-      hdr.netfold.worker = meta.first;
+    if (meta.leaving == TO_PARENT) {
+      above.apply();
+    } else {
+      address.apply();
+      if (meta.leaving == PASSED_ON) {
+        own.apply();
+      } else if (meta.disagrees == 1 && replica == meta.sender) {
+        // The sender gets the first worker's call, and every other worker gets the sender's call.
+        hdr.netfold.operation = meta.operation;
+        hdr.netfold.elements = meta.elements;
+        hdr.netfold.count = meta.count;
+        hdr.netfold.wire = meta.wire;
+        hdr.netfold.reduce = meta.reduce;
+        hdr.netfold.choices = meta.choices;
+        hdr.netfold.worker = meta.first;
+      }
     }
   }
 }

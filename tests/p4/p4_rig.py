@@ -25,6 +25,7 @@ PROGRAMS = ("p4c-bm2-ss", "simple_switch")
 SWITCH_IP, DATA_PORT = "10.9.0.100", 7172
 SWITCH_MAC = bytes.fromhex("02000000ff00")
 THRIFT_PORT = 9090
+INCARNATION = 0xFEED5EED
 _CLONE_NEWNET = 0x40000000
 _PROBE_TYPE = 0x88B5  # for experiments within one network
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -37,10 +38,10 @@ def why_no_pipeline() -> str | None:
     return why_unavailable(loss=False)
 
 
-def compile_program(folder: Path, values: int, slots: int) -> Path:
+def compile_program(folder: Path, values: int, slots: int, jobs: int = 16) -> Path:
     """Compile native/p4/netfold.p4 for simple_switch, with `values` in a packet."""
-    out = folder / f"netfold-{values}.json"
-    defines = [f"-DNETFOLD_VALUES={values}", f"-DNETFOLD_SLOTS={slots}"]
+    out = folder / f"netfold-{values}-{slots}-{jobs}.json"
+    defines = [f"-DNETFOLD_VALUES={values}", f"-DNETFOLD_SLOTS={slots}", f"-DNETFOLD_JOBS={jobs}"]
     source = ROOT / "native" / "p4" / "netfold.p4"
     argv = ["p4c-bm2-ss", "--Werror", *defines, "-o", str(out), str(source)]
     made = subprocess.run(argv, capture_output=True, text=True, timeout=seconds(300))
@@ -193,13 +194,13 @@ def rig(program: Path, hosts: int, tag: str) -> Iterator[Rig]:
         yield Rig(namespace, pipeline, sockets)
 
 
-def connect(namespace: str, places: Mapping[str, Host]) -> Bmv2:
+def connect(namespace: str, places: Mapping[str, Host], incarnation: int = INCARNATION) -> Bmv2:
     """Connect to a simple_switch that may still be starting."""
     deadline = Deadline(20)
     while True:
         try:
             with inside(namespace):
-                return Bmv2("127.0.0.1", THRIFT_PORT, places)
+                return Bmv2("127.0.0.1", THRIFT_PORT, places, incarnation=incarnation)
         except PipelineError:
             if not deadline.left():
                 raise

@@ -31,6 +31,7 @@ CONFIG = {
         *({"name": f"SwitchIngress.values.sum_{value}", "size": 256} for value in range(128)),
         {"name": "SwitchIngress.slot_next", "size": 256},
         {"name": "SwitchIngress.job_results", "size": 2},
+        {"name": "SwitchIngress.lease", "size": 2},
     ]
 }
 LOCAL = {"127.0.0.1": Host(bytes.fromhex("020000000001"), 4)}
@@ -51,17 +52,34 @@ def answers(method: str, arguments: list[Any]) -> thrift.Value | None:
 
 
 class FakeSwitch:
-    """A Thrift server that records calls. `reply` gives each result, or raises ThriftError with a code."""
+    """A Thrift server that records calls. `reply` gives each result, or raises ThriftError with a code.
 
-    def __init__(self, reply: Reply = answers) -> None:
+    lease: the owner's incarnation, and its count.
+    """
+
+    def __init__(self, reply: Reply = answers, port: int = 0) -> None:
         self.reply = reply
         self.calls: list[tuple[str, list[Any]]] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.lease = [0, 0]
+        self._streams: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", port))
+        self.port = self._server.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        self._server.close()
+        """End, as a process does that is killed."""
+        # A thread in accept() keeps the port until it is woken.
+        for each in (self._server, *self._streams):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def disconnect(self) -> None:
+        """End all connections."""
+        for each in self._streams:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def methods(self) -> list[str]:
         return [method for method, _ in self.calls]
@@ -70,28 +88,35 @@ class FakeSwitch:
         with contextlib.suppress(OSError):
             while True:
                 stream, _ = self._server.accept()
-                with stream, contextlib.suppress(OSError):
-                    self._serve_stream(stream)
+                self._streams.append(stream)
+                threading.Thread(target=self._serve_stream, args=(stream,), daemon=True).start()
 
     def _serve_stream(self, stream: socket.socket) -> None:
         reader = object.__new__(ThriftClient)
         reader._stream = stream
-        while True:
-            head, length = struct.unpack(">II", reader._read(8))
-            assert head == 0x80010001
-            name, serial = reader._read(length), reader._read(4)
-            fields = reader._value(12)
-            method = name.decode().partition(":")[2]
-            arguments = [fields[number] for number in sorted(fields)]
-            self.calls.append((method, arguments))
-            try:
-                value = self.reply(method, arguments)
-                result = thrift.record() if value is None else thrift.record(_0=value)
-            except ThriftError as error:
-                assert error.code is not None
-                result = thrift.record(_1=thrift.record(_1=thrift.i32(error.code)))
-            packed = thrift._packed(result)
-            stream.sendall(struct.pack(">II", 0x80010002, length) + name + serial + packed)
+        with stream, contextlib.suppress(OSError):
+            while True:
+                head, length = struct.unpack(">II", reader._read(8))
+                assert head == 0x80010001
+                name, serial = reader._read(length), reader._read(4)
+                fields = reader._value(12)
+                method = name.decode().partition(":")[2]
+                result = self._result(method, [fields[number] for number in sorted(fields)])
+                stream.sendall(struct.pack(">II", 0x80010002, length) + name + serial + thrift._packed(result))
+
+    def _result(self, method: str, arguments: list[Any]) -> thrift.Value:
+        if arguments[1:2] == [b"SwitchIngress.lease"]:
+            if method == "bm_register_read":
+                return thrift.record(_0=thrift.i64(self.lease[arguments[2]]))
+            self.lease[arguments[2]] = arguments[3]
+            return thrift.record()
+        self.calls.append((method, arguments))
+        try:
+            value = self.reply(method, arguments)
+            return thrift.record() if value is None else thrift.record(_0=value)
+        except ThriftError as error:
+            assert error.code is not None
+            return thrift.record(_1=thrift.record(_1=thrift.i32(error.code)))
 
 
 @pytest.fixture
@@ -101,13 +126,12 @@ def fake() -> Iterator[FakeSwitch]:
     there.close()
 
 
-def opened(fake: FakeSwitch) -> Bmv2:
-    host, port = fake.endpoint.split(":")
-    return Bmv2(host, int(port), LOCAL)
+def opened(fake: FakeSwitch, incarnation: int = 7) -> Bmv2:
+    return Bmv2("127.0.0.1", fake.port, LOCAL, incarnation=incarnation)
 
 
 def make_job(number: int = 1, window: int = 8) -> PipelineJob:
-    return PipelineJob(number, 2, 3, "127.0.0.1", 9, window, [PipelineMember("127.0.0.1", 10, 0)])
+    return PipelineJob(number, 2, "127.0.0.1", 9, window, [PipelineMember("127.0.0.1", 10, 0)])
 
 
 def test_an_owner_first_removes_what_the_one_before_left(fake: FakeSwitch) -> None:
@@ -116,7 +140,10 @@ def test_an_owner_first_removes_what_the_one_before_left(fake: FakeSwitch) -> No
     assert set(cleared) == {
         b"SwitchIngress.check.job",
         b"SwitchIngress.check.member",
+        b"SwitchIngress.check.parent",
         b"SwitchEgress.address.address",
+        b"SwitchEgress.address.own",
+        b"SwitchEgress.address.above",
         b"SwitchIngress.hosts",
     }
     methods = fake.methods()
@@ -165,7 +192,7 @@ def test_a_refusal_of_the_pipeline_leaves_nothing_of_the_job(fake: FakeSwitch) -
     pipeline.install(make_job())
     with pytest.raises(KeyError):
         pipeline.counters(2)
-    assert pipeline.counters(1)["contributions"] == 10
+    assert pipeline.counters(1)["contributions"] == 15
     pipeline.close()
 
 
@@ -212,12 +239,11 @@ def test_a_peer_that_is_no_thrift_server_is_an_error(reply: bytes, error: str) -
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(PipelineError, match=re.escape(error)):
-            Bmv2("127.0.0.1", server.getsockname()[1], LOCAL)
+            Bmv2("127.0.0.1", server.getsockname()[1], LOCAL, incarnation=1)
 
 
 def test_values_of_every_type_arrive_as_they_were_sent(fake: FakeSwitch) -> None:
-    host, port = fake.endpoint.split(":")
-    client = ThriftClient(host, int(port), 5)
+    client = ThriftClient("127.0.0.1", fake.port, 5)
     sent = thrift.record(
         _1=thrift.boolean(True),
         _2=thrift.i32(-5),
@@ -334,14 +360,15 @@ def test_a_job_that_the_pipeline_refuses_ends_with_the_reason(fake: FakeSwitch, 
         (["--dataplane", "bmv2"], "--dataplane bmv2 needs --pipeline and --hosts"),
         (["--pipeline", "127.0.0.1:1"], "--dataplane bmv2 needs --pipeline and --hosts, and no other data plane"),
         (["--dataplane", "fpga"], "--dataplane 'fpga' is not user or bmv2"),
-        (["--parent", "127.0.0.1:1"], "leave out --token-file, --parent and --fabric"),
+        (["--parent", f"127.0.0.1:1#{'0' * 64}"], "leave out --token-file, --fabric and a --parent with a fingerprint"),
+        (["--fabric", "tcp"], "leave out --token-file, --fabric and a --parent with a fingerprint"),
         (["--listen", "127.0.0.2:0"], "127.0.0.2 is not in the file of --hosts"),
     ],
 )
 def test_options_that_do_not_go_together_are_an_error(
     fake: FakeSwitch, hosts_file: Path, words: list[str], error: str
 ) -> None:
-    whole = options(fake, hosts_file) if words[0] in ("--parent", "--listen") else []
+    whole = options(fake, hosts_file) if words[0] in ("--parent", "--fabric", "--listen") else []
     listen = [] if "--listen" in words else ["--listen", "127.0.0.1:0"]
     done = run_command("switch", *listen, *whole, *words)
     assert done.returncode == 2

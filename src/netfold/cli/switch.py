@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import sys
 from collections.abc import Awaitable
@@ -145,6 +146,12 @@ def switch(
         if parent is None and parent_token_file is not None:
             raise ValueError("--parent-token-file needs --parent")
         above = None if parent is None else Parent(parent, parent_token_file)
+        # The pipeline's lease has the switch's incarnation, so it comes first.
+        below = (
+            None
+            if pipeline is None or hosts is None
+            else Bmv2.open(pipeline, hosts, incarnation=secrets.randbelow((1 << 32) - 1) + 1)
+        )
         daemon = Switch(
             host,
             port,
@@ -157,7 +164,7 @@ def switch(
             cores=pinned,
             busy_poll_s=busy_poll,
             fabrics=fabric or (),
-            pipeline=None if pipeline is None or hosts is None else Bmv2.open(pipeline, hosts),
+            pipeline=below,
         )
         web = (
             None

@@ -57,7 +57,7 @@ class Membership:
         self.window_shortfall = ""  # why the window is smaller than it should be, and what to set; else empty
         self.authenticated = client.authenticated  # packets carry MACs
         self.encrypts = False  # packets with values are encrypted
-        self.hardware = False  # the switch has the hardware profile
+        self.hardware = False  # the switch, or another of its tree, has the hardware profile
         self.generation = 0  # unique to this membership (collective::Channel::generation)
         self._client = client
         self._port: DataPort | None = None
@@ -127,6 +127,8 @@ class Membership:
         self._port = path.port
         client.send({"type": "ready", **ready})
         start = client.expect("start", deadline)
+        # In a tree, the pipeline may be another switch than the joined one.
+        self.hardware = self.hardware or start.get("profile") == control_messages.HARDWARE
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
         self.window_shortfall = str(start.get("window_shortfall", ""))[:_MAX_LOG_TEXT]

@@ -200,6 +200,8 @@ class Admission:
                 "name",
                 f"{tenant.name}'s jobs are called {' or '.join(tenant.names)}, not {join.label!r} (NETFOLD_JOB_NAME)",
             )
+        if self._pipeline is not None:
+            _check_profile(join, self._pipeline)
         job = self._ledger.jobs.get(join.name)
         if job is None:
             job = self._open(join, tenant, writer)
@@ -226,7 +228,8 @@ class Admission:
                 raise RefusedError("fabric", f"rank {join.rank} is nowhere on the fabric: {error}") from None
         where = address if contributor.switch is None else join.endpoint or address
         udp = None if join.port is None else (str(writer.get_extra_info("peername")[0]), join.port)
-        member = job.members[number] = Member(number, contributor, writer, where, udp)
+        member = Member(number, contributor, writer, where, udp, speaks_hardware=join.speaks_hardware)
+        job.members[number] = member
         return job, member
 
     def _open(self, join: Join, tenant: Tenant, writer: asyncio.StreamWriter) -> Job:
@@ -237,8 +240,10 @@ class Admission:
             )
         position = self._position(join)
         size = len(position.contributors)
-        if self._pipeline is not None:
-            _check_profile(join, position, self._pipeline)
+        if self._pipeline is not None and size > MAX_WORKERS:
+            raise RefusedError(
+                "bound", f"this switch is a P4 pipeline, whose jobs have at most {MAX_WORKERS} workers, not {size}"
+            )
         self._ledger.check_quota(tenant, size)
         limit_bytes = self._ledger.limits.window_bytes
         window_bytes = limit_bytes if join.window_bytes is None else min(join.window_bytes, limit_bytes)
@@ -297,7 +302,7 @@ class Admission:
             tree=join.tree,
             position=position,
             plane=plane,
-            link=None if position.parent is None or self._parent is None else Link(self._parent),
+            link=None if position.parent is None or self._parent is None else Link(self._parent, self._pipeline),
             port=port,
             provider=provider,
             fabric=endpoint,
@@ -330,24 +335,18 @@ class Admission:
         return position
 
 
-def _check_profile(join: Join, position: TreePosition, pipeline: Bmv2) -> None:
-    """Raise RefusedError where a pipeline cannot serve the job of `join`."""
+def _check_profile(join: Join, pipeline: Bmv2) -> None:
+    """Raise RefusedError where a pipeline cannot serve the worker of `join`."""
     if not join.speaks_hardware:
         raise RefusedError(
             "profile",
             f"rank {join.rank} speaks the full aggregation protocol only, and this switch is a P4 pipeline with the "
             "hardware profile (--dataplane bmv2): update netfold on the worker, or use a switch with --dataplane user",
         )
+    if pipeline.lost:
+        raise RefusedError("pipeline", f"this switch is a P4 pipeline, which is lost: {pipeline.lost}")
     if join.port is None:
         raise RefusedError("profile", f"this switch is a P4 pipeline, which takes packets over UDP and not {join.over}")
-    if position.parent is not None or any(each.switch is not None for each in position.contributors):
-        raise RefusedError("profile", "this switch is a P4 pipeline, which cannot be part of a tree of switches")
-    if len(position.contributors) > MAX_WORKERS:
-        raise RefusedError(
-            "bound",
-            f"this switch is a P4 pipeline, whose jobs have at most {MAX_WORKERS} workers, not "
-            f"{len(position.contributors)}",
-        )
 
 
 def _check_same(job: Job, join: Join, tenant: Tenant) -> None:

@@ -2,12 +2,19 @@
 
 The pipeline forwards frames between hosts and reduces for the jobs that are installed. It knows nothing of admission:
 its owner says which workers a job has, from which addresses and ports of the switch.
+
+One control plane owns a pipeline, by a lease in one of its registers: the owner's incarnation, and a number that the
+owner counts up. A lease that was not renewed for LEASE_S has ended. The pipeline itself compares the incarnation, so an
+owner that was only slow cannot let packets count any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +26,15 @@ from netfold.switch.thrift_client import ThriftClient, ThriftError
 from netfold.switch_protocol import control_messages
 
 # Outcomes in the pipeline's counters, beside the reasons to drop, which have the protocol's numbers.
-_STORED, _COMPLETED, _RESENT, _DISAGREES = 0, 13, 14, 15
-_OUTCOMES = 16
+_STORED, _COMPLETED, _RESENT, _DISAGREES, _SUMMED, _SUM_RESENT, _ASKED = 0, 13, 14, 15, 16, 17, 18
+_OUTCOMES = 19
+# Counters of a job; those of the parent's packets begin in the middle.
+_COUNTERS, _OF_PARENT = 64, 32
+# How often an owner renews its lease, and how long a lease lasts: longer than any call blocks the owner.
+BEAT_S = 0.5
+LEASE_S = 6.0
+# Of two that take a free lease at once, the second one to write has it after this time.
+_SETTLE_S = 0.2
 # Workers of a job, and the largest window that a job gets: a share of the slots that leaves some to all other jobs.
 MAX_WORKERS = 32
 MAX_WINDOW = 64
@@ -31,8 +45,9 @@ _FLOOD_GROUP = 1
 _FIRST_GROUP = 2
 _CALL_S = 5.0
 # Names of tables in the program.
-_JOBS, _MEMBERS = "SwitchIngress.check.job", "SwitchIngress.check.member"
+_JOBS, _MEMBERS, _PARENTS = "SwitchIngress.check.job", "SwitchIngress.check.member", "SwitchIngress.check.parent"
 _ADDRESSES, _HOSTS = "SwitchEgress.address.address", "SwitchIngress.hosts"
+_OWN, _ABOVE = "SwitchEgress.address.own", "SwitchEgress.address.above"
 _STANDARD, _PRE = "standard", "simple_pre_lag"
 
 
@@ -58,6 +73,25 @@ class PipelineMember:
 
 
 @dataclass(frozen=True)
+class PipelineParent:
+    """The parent of a job, which is another switch of any kind.
+
+    job, epoch, incarnation, worker: the identity there.
+    ip, port: where sums go.
+    own_ip, own_port: where sums come from, and results go: an address of the control plane's host.
+    """
+
+    job: int
+    epoch: int
+    incarnation: int
+    worker: int
+    ip: str
+    port: int
+    own_ip: str
+    own_port: int
+
+
+@dataclass(frozen=True)
 class PipelineJob:
     """A job as the pipeline gets it.
 
@@ -67,11 +101,11 @@ class PipelineJob:
 
     id: int
     epoch: int
-    incarnation: int
     ip: str
     port: int
     window: int
     members: Sequence[PipelineMember]
+    parent: PipelineParent | None = None
 
 
 @dataclass
@@ -79,6 +113,7 @@ class _Installed:
     index: int
     base: int
     slots: int
+    has_parent: bool
     entries: list[tuple[str, int]] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     group: int | None = None
@@ -87,44 +122,100 @@ class _Installed:
 class Bmv2:
     """A simple_switch that runs native/p4/netfold.p4. Opening it ends what an earlier owner left there.
 
-    hosts: by IPv4 address. Methods raise PipelineError, and block for at most a few seconds.
+    hosts: by IPv4 address.
+    incarnation: of the owner, in its jobs' packets; 1 to 2^32 - 1.
+    lost: why the pipeline cannot be used until `reopen` succeeds; "" while it can.
+
+    Methods raise PipelineError, and block for at most a few seconds; the constructor and `reopen` also as long as a
+    lease lasts. `beat` and `reopen` may be called by another thread than all other methods.
     """
 
-    def __init__(self, host: str, port: int, hosts: Mapping[str, Host]) -> None:
+    def __init__(self, host: str, port: int, hosts: Mapping[str, Host], *, incarnation: int) -> None:
         self.endpoint = f"{host}:{port}"
+        self.incarnation = incarnation
+        self.lost = ""
+        self._address = host, port
         self._hosts = dict(hosts)
-        self._installed: dict[int, _Installed] = {}
+        self._lock = threading.Lock()
+        self._beats = 0
+        self._open()
+
+    @classmethod
+    def open(cls, endpoint: str, hosts_file: Path, *, incarnation: int) -> Bmv2:
+        """Open the simple_switch whose Thrift server is at `endpoint`. Raises ValueError for a bad file of hosts."""
+        host, port = control_messages.parse_endpoint(endpoint, what="--pipeline")
+        return cls(host, port, read_hosts(hosts_file), incarnation=incarnation)
+
+    def _open(self) -> None:
         try:
-            self._client = ThriftClient(host, port, _CALL_S)
+            self._client = ThriftClient(*self._address, _CALL_S)
         except OSError as error:
             raise PipelineError(f"no simple_switch answers at {self.endpoint}: {error}") from None
         try:
             self._read_program()
+            self._acquire()
             self._clear()
             self._forward()
         except BaseException:
-            self.close()
+            self._client.close()
             raise
+        self._installed: dict[int, _Installed] = {}
 
-    @classmethod
-    def open(cls, endpoint: str, hosts_file: Path) -> Bmv2:
-        """Open the simple_switch whose Thrift server is at `endpoint`. Raises ValueError for a bad file of hosts."""
-        host, port = control_messages.parse_endpoint(endpoint, what="--pipeline")
-        return cls(host, port, read_hosts(hosts_file))
+    def reopen(self) -> None:
+        """Connect again, take the lease and fill the tables; no job is installed then."""
+        self._open()
+        self.lost = ""
 
     def leads_to(self, ip: str) -> bool:
         """Whether frames to that address are forwarded."""
         return ip in self._hosts
 
     def close(self) -> None:
+        """End the lease and disconnect."""
+        if not self.lost:
+            with contextlib.suppress(PipelineError):
+                if self._read("lease", 0) == self.incarnation:
+                    self._write("lease", 0, 0)
         self._client.close()
+
+    def beat(self) -> None:
+        """Renew the lease. `lost` is set where that fails."""
+        owner = self._read("lease", 0)
+        if owner != self.incarnation:
+            self.lost = f"the simple_switch at {self.endpoint} is no longer this switch's: " + (
+                f"another control plane has it (incarnation {owner:08x})" if owner else "somebody cleared its registers"
+            )
+            raise PipelineError(self.lost)
+        self._beats += 1
+        self._write("lease", 1, self._beats)
+
+    def _acquire(self) -> None:
+        """Take the lease: at once where it is free or this owner's own, else when it ends."""
+        owner, beats = self._read("lease", 0), self._read("lease", 1)
+        deadline = time.monotonic() + LEASE_S
+        while owner not in (0, self.incarnation) and time.monotonic() < deadline:
+            time.sleep(BEAT_S / 5)
+            before, beats = beats, self._read("lease", 1)
+            if beats != before:
+                raise self._taken(owner)
+            owner = self._read("lease", 0)
+        self._write("lease", 0, self.incarnation)
+        time.sleep(_SETTLE_S)
+        if (owner := self._read("lease", 0)) != self.incarnation:
+            raise self._taken(owner)
+
+    def _taken(self, owner: int) -> PipelineError:
+        return PipelineError(
+            f"the simple_switch at {self.endpoint} has a control plane that is alive (incarnation {owner:08x}), and "
+            "two would clear each other's jobs: stop that one first, or give each a pipeline of its own"
+        )
 
     def _read_program(self) -> None:
         """Read from the program in the switch how much it holds."""
         config = json.loads(self._call(_STANDARD, "bm_get_config"))
         sizes = {each["name"]: each["size"] for each in config["register_arrays"]}
         values = sum(name.startswith("SwitchIngress.values.sum_") for name in sizes)
-        if values == 0 or "SwitchIngress.slot_next" not in sizes:
+        if values == 0 or "SwitchIngress.lease" not in sizes:
             raise PipelineError(f"the program in the simple_switch at {self.endpoint} is not native/p4/netfold.p4")
         self.payload_bytes = 4 * values
         self.slots = int(sizes["SwitchIngress.slot_next"])
@@ -135,7 +226,7 @@ class Bmv2:
 
         bm_reset_state would remove the constant entries of the program's tables as well.
         """
-        for table in (_JOBS, _MEMBERS, _ADDRESSES, _HOSTS):
+        for table in (_JOBS, _MEMBERS, _PARENTS, _ADDRESSES, _OWN, _ABOVE, _HOSTS):
             self._call(_STANDARD, "bm_mt_clear_entries", thrift.string(table), thrift.boolean(False))
         copies = json.loads(self._call(_PRE, "bm_mc_get_entries"))
         for node in copies["l1_handles"]:
@@ -152,12 +243,13 @@ class Bmv2:
 
     def install(self, job: PipelineJob) -> None:
         """Let the pipeline reduce for `job`, whose id is new. On an error nothing of the job stays."""
+        self._check_usable()
         taken = {each.index for each in self._installed.values()}
         index = min(set(range(self.jobs)) - taken, default=None)
         if index is None:
             raise PipelineError(f"the pipeline serves {self.jobs} jobs already")
         slots = protocol.job_slots(job.window)
-        installed = _Installed(index, self._free_range(slots), slots)
+        installed = _Installed(index, self._free_range(slots), slots, job.parent is not None)
         self._installed[job.id] = installed
         try:
             self._install(job, installed)
@@ -170,46 +262,79 @@ class Bmv2:
         everyone = (1 << len(job.members)) - 1
         for slot in range(slots):
             self._write("slot_next", base + slot, slot)
-        self._call(
-            _STANDARD,
-            "bm_register_write_range",
-            thrift.string("SwitchIngress.slot_workers"),
-            thrift.i32(base),
-            thrift.i32(base + slots),
-            thrift.i64(everyone),
-        )
-        self._write("job_results", index, 0)
-        self._write("job_mismatches", index, 0)
-        for outcome in range(_OUTCOMES):
+        # As if all had contributed to the chunk before, and its result had come.
+        for register, value in (("slot_workers", everyone), ("slot_complete", 1)):
+            name = thrift.string(f"SwitchIngress.{register}")
+            first, end = thrift.i32(base), thrift.i32(base + slots)
+            self._call(_STANDARD, "bm_register_write_range", name, first, end, thrift.i64(value))
+        for register in ("job_results", "job_mismatches", "job_sums"):
+            self._write(register, index, 0)
+        for outcome in _counted(installed.has_parent):
             zero = thrift.record(_1=thrift.i64(0), _2=thrift.i64(0))
-            counter = thrift.string("SwitchIngress.outcomes"), thrift.i32(index * _OUTCOMES + outcome)
-            self._call(_STANDARD, "bm_counter_write", *counter, zero)
+            self._call(_STANDARD, "bm_counter_write", *_counter(index, outcome), zero)
         installed.group = self._call(_PRE, "bm_mc_mgrp_create", thrift.i32(_FIRST_GROUP + index))
         for worker, member in enumerate(job.members):
-            host = self._hosts.get(member.ip)
-            if host is None:
-                raise PipelineError(f"no port of the switch leads to {member.ip}: name it in the file of hosts")
-            address = _ip(member.ip)
-            udp = member.port.to_bytes(2, "big")
-            key = [_short(index), _short(worker), address, udp, _short(host.port)]
-            data = [(1 << worker).to_bytes(4, "big"), _short(member.name)]
+            host = self._host(member.ip)
+            key = [_short(index), _short(worker), _ip(member.ip), _short(member.port), _short(host.port)]
+            data = [_long(1 << worker), _short(member.name)]
             installed.entries.append(self._add(_MEMBERS, key, "SwitchIngress.check.set_member", data))
+            data = [host.mac, _ip(member.ip), _short(member.port)]
             key = [_short(index), _short(worker)]
-            data = [host.mac, address, udp]
             installed.entries.append(self._add(_ADDRESSES, key, "SwitchEgress.address.set_address", data))
             installed.nodes.append(self._join(installed.group, worker + 1, {host.port}))
-        numbers = [job.id, job.epoch, job.incarnation, everyone, base, slots - 1]
-        identity, epoch, incarnation, every, first, mask = (number.to_bytes(4, "big") for number in numbers)
-        size, group = _short(len(job.members)), _short(_FIRST_GROUP + index)
-        data = [_short(index), identity, epoch, incarnation, size, every, first, mask, group]
+        up = 0
+        place = [*map(_long, (everyone, base, slots - 1)), _short(_FIRST_GROUP + index)]
+        identity = [_long(number) for number in (job.id, job.epoch, self.incarnation)]
+        if job.parent is not None:
+            up = self._install_parent(job, job.parent, installed, identity, place)
+        data = [b"\0", _short(index), *identity, _long(self.incarnation), _short(len(job.members)), *place]
+        data += [bytes([installed.has_parent]), _short(up)]
         # Last: the job's packets count from here on.
-        key = [_ip(job.ip), job.port.to_bytes(2, "big")]
+        key = [_ip(job.ip), _short(job.port)]
         installed.entries.append(self._add(_JOBS, key, "SwitchIngress.check.set_job", data))
+
+    def _install_parent(
+        self,
+        job: PipelineJob,
+        parent: PipelineParent,
+        installed: _Installed,
+        identity: Sequence[bytes],
+        place: Sequence[bytes],
+    ) -> int:
+        """Let sums go to the parent, and its results count; return the port that leads to the parent.
+
+        identity: of the job here.
+        place: where its slots are, and its workers' multicast group.
+        """
+        index = _short(installed.index)
+        above, own, job_host = self._host(parent.ip), self._host(parent.own_ip), self._host(job.ip)
+        there = [_long(number) for number in (parent.job, parent.epoch, parent.incarnation)]
+
+        key = [index, _ip(parent.ip), _short(parent.port), _short(above.port)]
+        installed.entries.append(self._add(_PARENTS, key, "NoAction", []))
+
+        data = [*identity, job_host.mac, _ip(job.ip), _short(job.port)]
+        installed.entries.append(self._add(_OWN, [index], "SwitchEgress.address.set_identity", data))
+
+        data = [*there, own.mac, _ip(parent.own_ip), _short(parent.own_port), _short(parent.worker)]
+        data += [above.mac, _ip(parent.ip), _short(parent.port)]
+        installed.entries.append(self._add(_ABOVE, [index], "SwitchEgress.address.set_parent", data))
+
+        data = [b"\1", index, *there, _long(self.incarnation), _short(parent.worker), *place, b"\1", _short(above.port)]
+        key = [_ip(parent.own_ip), _short(parent.own_port)]
+        installed.entries.append(self._add(_JOBS, key, "SwitchIngress.check.set_job", data))
+        return above.port
+
+    def _host(self, ip: str) -> Host:
+        host = self._hosts.get(ip)
+        if host is None:
+            raise PipelineError(f"no port of the switch leads to {ip}: name it in the file of hosts")
+        return host
 
     def remove(self, job: int) -> None:
         """Let the pipeline forget a job; its packets are then forwarded like any others. Unknown jobs are ignored."""
         installed = self._installed.pop(job, None)
-        if installed is None:
+        if installed is None or self.lost:
             return
         for table, handle in reversed(installed.entries):
             self._call(_STANDARD, "bm_mt_delete_entry", thrift.string(table), thrift.i32(handle))
@@ -219,26 +344,36 @@ class Bmv2:
                 self._call(_PRE, "bm_mc_node_destroy", thrift.i32(node))
             self._call(_PRE, "bm_mc_mgrp_destroy", thrift.i32(installed.group))
 
-    def counters(self, job: int) -> dict[str, int]:
-        """Count a job's packets by what became of them: `contributions`, `results`, `results_resent`, `mismatches`,
-        and the protocol's reasons to drop. Raises KeyError for a job that is not installed.
+    def counters(self, job: int) -> dict[str, Any]:
+        """Count a job's packets by what became of them, as DataPlane.counters does.
+
+        Raises KeyError for a job that is not installed.
         """
-        index = self._installed[job].index
-        counts = []
-        for outcome in range(_OUTCOMES):
-            counter = thrift.string("SwitchIngress.outcomes"), thrift.i32(index * _OUTCOMES + outcome)
-            counts.append(int(self._call(_STANDARD, "bm_counter_read", *counter)[2]))
-        named = {reason: counts[number] for number, reason in enumerate(protocol.DROPS) if number != _STORED}
+        self._check_usable()
+        installed = self._installed[job]
+        counts = dict.fromkeys(range(_COUNTERS), 0)
+        for outcome in _counted(installed.has_parent):
+            counts[outcome] = int(self._call(_STANDARD, "bm_counter_read", *_counter(installed.index, outcome))[2])
+        drops, parent_drops = (
+            {reason: counts[first + number] if number else 0 for number, reason in enumerate(protocol.DROPS)}
+            for first in (0, _OF_PARENT)
+        )
+        drops["duplicate"] += counts[_SUM_RESENT]
         return {
-            "contributions": counts[_STORED] + counts[_COMPLETED],
-            "results": counts[_COMPLETED],
+            "contributions": counts[_STORED] + counts[_COMPLETED] + counts[_SUMMED],
+            "results": counts[_COMPLETED] + counts[_OF_PARENT + _COMPLETED],
             "results_resent": counts[_RESENT],
-            "mismatches": counts[_DISAGREES],
-            **named,
+            "mismatches": counts[_DISAGREES] + counts[_OF_PARENT + _DISAGREES],
+            "sums_sent": counts[_SUMMED] + counts[_SUM_RESENT],
+            "sums_resent": counts[_SUM_RESENT],
+            "parent_nacks": counts[_OF_PARENT + _ASKED],
+            "drops": drops,
+            "parent_drops": parent_drops,
         }
 
     def missing(self, job: int, chunk: int) -> list[int]:
         """The workers whose contribution to `chunk` has not come; none for a chunk that is complete or unknown."""
+        self._check_usable()
         installed = self._installed[job]
         slot = installed.base + chunk % installed.slots
         next_chunk, contributed = self._read("slot_next", slot), self._read("slot_workers", slot)
@@ -247,6 +382,10 @@ class Bmv2:
         elif chunk + installed.slots != next_chunk:
             return []
         return [worker for worker in range(len(installed.nodes)) if not contributed >> worker & 1]
+
+    def _check_usable(self) -> None:
+        if self.lost:
+            raise PipelineError(self.lost)
 
     def _free_range(self, slots: int) -> int:
         """The first of `slots` slots in succession that no job has."""
@@ -285,13 +424,15 @@ class Bmv2:
         # Only these calls do not begin with the number of the context, which is 0 in a simple_switch.
         context = () if method in ("bm_reset_state", "bm_get_config") else (thrift.i32(0),)
         try:
-            return self._client.call(service, method, *context, *arguments)
-        except ThriftError as error:
-            raise PipelineError(f"simple_switch at {self.endpoint}: {error}") from None
+            with self._lock:
+                return self._client.call(service, method, *context, *arguments)
         except OSError as error:
+            if isinstance(error, ThriftError) and error.code is not None:
+                raise PipelineError(f"simple_switch at {self.endpoint}: {error}") from None
             # A late reply would be taken for that of the next call.
             self._client.close()
-            raise PipelineError(f"simple_switch at {self.endpoint} does not answer: {error}") from None
+            self.lost = f"the simple_switch at {self.endpoint} cannot be reached: {error}"
+            raise PipelineError(self.lost) from None
 
 
 def read_hosts(path: Path) -> dict[str, Host]:
@@ -317,3 +458,16 @@ def _ip(text: str) -> bytes:
 
 def _short(value: int) -> bytes:
     return value.to_bytes(2, "big")
+
+
+def _long(value: int) -> bytes:
+    return value.to_bytes(4, "big")
+
+
+def _counted(has_parent: bool) -> list[int]:
+    """The outcomes that a job's packets can have."""
+    return [*range(_OUTCOMES), *(range(_OF_PARENT, _OF_PARENT + _OUTCOMES) if has_parent else ())]
+
+
+def _counter(index: int, outcome: int) -> tuple[thrift.Value, thrift.Value]:
+    return thrift.string("SwitchIngress.outcomes"), thrift.i32(index * _COUNTERS + outcome)

@@ -24,6 +24,7 @@ from netfold.switch.job_lifecycle import JobLifecycle
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.log import event
 from netfold.switch.parent import Parent, ParentError
+from netfold.switch.pipeline_watch import PipelineWatch
 from netfold.switch.quota import Limits
 from netfold.switch.root_path import RootPath
 from netfold.switch.tokens import Tokens
@@ -67,10 +68,11 @@ class Switch:
         fabrics: Sequence[str] = (),
         pipeline: Bmv2 | None = None,
     ) -> None:
-        if pipeline is not None and (tokens is not None or parent is not None or fabrics):
+        if pipeline is not None and (tokens is not None or fabrics or (parent is not None and parent.authenticated)):
             raise ValueError(
-                "--dataplane bmv2 is a pipeline, which checks no MAC, has no parent and takes packets over UDP alone: "
-                "leave out --token-file, --parent and --fabric, and pass --open for a network whose hosts are trusted"
+                "--dataplane bmv2 is a pipeline, which checks and writes no MAC and takes packets over UDP alone: "
+                "leave out --token-file, --fabric and a --parent with a fingerprint, and pass --open for a network "
+                "whose hosts are trusted"
             )
         if pipeline is not None and not pipeline.leads_to(host):
             raise ValueError(
@@ -107,7 +109,7 @@ class Switch:
         # Sized for the largest job; the kernel grants a smaller job what it requests, or this much.
         granted = granted_receive_buffer(2 * limits.window_bytes * limits.workers)
         self.buffer = ReceiveBuffer(granted, limits.window_bytes)
-        self.incarnation = secrets.randbits(32)
+        self.incarnation = secrets.randbits(32) if pipeline is None else pipeline.incarnation
         self._parent = parent
         admission = Admission(
             self._ledger,
@@ -121,6 +123,7 @@ class Switch:
         )
         self._pipeline = pipeline
         self._jobs = JobLifecycle(self._ledger, self.incarnation, pipeline, host)
+        self._watch = None if pipeline is None else PipelineWatch(pipeline, self._ledger, self._jobs)
         self._root_path = RootPath(self.incarnation, parent)
         self._sessions = ControlSessions(
             admission, self._ledger, self._jobs, self._root_path, self.buffer, (host, port), pipeline
@@ -140,6 +143,8 @@ class Switch:
                 "MAC, since a pipeline can check none, so every host on the network must be trusted"
             )
             event(logging.WARNING, "pipeline", what, address=self._pipeline.endpoint)
+        if self._watch is not None:
+            self._watch.start()
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
             event(logging.WARNING, "open", what, address=endpoint)
@@ -190,8 +195,8 @@ class Switch:
         for job in list(self._ledger.jobs.values()):
             await self._jobs.end(job, "draining", f"the switch is shutting down: {reason}")
         await self._acceptor.stop()
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self._watch is not None:
+            await self._watch.stop()
         self._root_path.stop()
         await self._jobs.stop()
 

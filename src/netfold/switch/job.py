@@ -44,6 +44,8 @@ class Member:
     udp: tuple[str, int] | None  # host and port that its packets come from; None on a fabric
     payload_bytes: int = 0  # 0 until it is ready
     window: int | None = None  # of a switch: the most chunks that it can grant
+    speaks_hardware: bool = False  # the hardware profile
+    hardware: bool = False  # of a switch: it, or one below it, is a pipeline, so `payload_bytes` is fixed
     open_queries: int = 0  # `stragglers` queries of this member that have no reply yet
     asked: int = 0  # `stragglers` queries of this switch to this member that have no reply yet
     left: set[int] = field(default_factory=set)  # of a switch: ranks below it that it announced as left
@@ -103,6 +105,7 @@ class Job:
     created: float  # time.monotonic()
     members: dict[int, Member] = field(default_factory=dict)  # by number at this switch
     pipeline: Bmv2 | None = None  # that reduces for the job in place of `plane`, since it began
+    hardware: bool = False  # a switch of its tree is a pipeline, as far as this switch knows
     link: Link | None = None  # to the parent
     parent_task: asyncio.Task[None] | None = None  # runs the job's TreeSession
     departures: list[Departure] = field(default_factory=list)  # that are not announced yet
@@ -155,10 +158,12 @@ class Job:
             own = self.pipeline.counters(self.id)
         except PipelineError:  # the job's workers notice it themselves
             return counted
-        drops = {reason: count + own[reason] for reason, count in counted["drops"].items()}
-        named = ("contributions", "results", "results_resent", "mismatches")
+        drops = {
+            kind: {reason: count + own[kind][reason] for reason, count in counted[kind].items()}
+            for kind in ("drops", "parent_drops")
+        }
         sent = own["results"] * self.size + own["results_resent"]
-        return {**counted, **{name: own[name] for name in named}, "results_sent": sent, "drops": drops}
+        return {**counted, **own, "results_sent": sent, **drops}
 
     def missing(self, chunk: int) -> list[int]:
         """The numbers of the members whose contribution to `chunk` has not come. Raises PipelineError."""

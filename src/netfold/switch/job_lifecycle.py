@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from netfold._native import protocol
-from netfold.switch.bmv2 import MAX_WINDOW, Bmv2, PipelineError, PipelineJob, PipelineMember
+from netfold.switch.bmv2 import MAX_WINDOW, Bmv2, PipelineError, PipelineJob, PipelineMember, PipelineParent
 from netfold.switch.control_io import abort, send, send_encoded, send_nowait
 from netfold.switch.job import Departure, Job, Member, RefusedError, described, labelled
 from netfold.switch.ledger import Ledger, retransmissions
@@ -84,7 +84,9 @@ class JobLifecycle:
     async def ready(self, job: Job, member: Member, message: control_messages.Message) -> None:
         """Record the payload and window that `member` found on its data path; begin when all members are ready."""
         payload = message.get("payload_bytes")
-        least = MIN_PAYLOAD_BYTES
+        # A pipeline fixes the length, and may have a short one.
+        hardware = member.is_switch and message.get("profile") == control_messages.HARDWARE
+        least = 8 if hardware else MIN_PAYLOAD_BYTES
         if self._pipeline is not None:
             least = self._pipeline.payload_bytes
             if payload != least:
@@ -98,7 +100,7 @@ class JobLifecycle:
         window = message.get("window")
         if window is not None and (not isinstance(window, int) or window < MIN_WINDOW_CHUNKS):
             raise control_messages.ProtocolError(f"ready with window {window!r}")
-        member.payload_bytes, member.window = payload, window
+        member.payload_bytes, member.window, member.hardware = payload, window, hardware
         await self.begin_when_ready(job)
 
     async def begin_when_ready(self, job: Job) -> None:
@@ -113,6 +115,7 @@ class JobLifecycle:
             payloads.append(link.payload_bytes)
         payload = min(payloads)
         try:
+            job.hardware = self._fixes_payload(job, payload)
             window = self._ledger.fitting_window(job, payload)
         except RefusedError as refusal:
             await self.end(job, refusal.kind, str(refusal))
@@ -127,7 +130,28 @@ class JobLifecycle:
         # Grant the memory before the offer: the parent starts the job with at most this window and payload.
         self._ledger.grant(job, window, payload)
         link.ready = payload, window
-        await link.send({"type": "ready", **link.ready_fields, "payload_bytes": payload, "window": window})
+        ready = {"type": "ready", **link.ready_fields, "payload_bytes": payload, "window": window}
+        await link.send({**ready, "profile": control_messages.HARDWARE} if job.hardware else ready)
+
+    def _fixes_payload(self, job: Job, payload: int) -> bool:
+        """Whether a pipeline here, above or below fixes the length of the job's packets.
+
+        payload: the longest that passes between this switch and all its neighbours.
+        Raises RefusedError where the pipelines have another length.
+        """
+        lengths = {member.payload_bytes for member in job.members.values() if member.hardware}
+        if self._pipeline is not None:
+            lengths.add(self._pipeline.payload_bytes)
+        if job.link is not None and job.link.hardware:
+            lengths.add(job.link.payload_bytes)
+        if lengths - {payload}:
+            raise RefusedError(
+                "profile",
+                "the P4 pipelines of this job's tree have packets of "
+                f"{' and '.join(map(str, sorted(lengths)))} bytes of values, and {payload} bytes pass on all paths: "
+                "compile them with one NETFOLD_VALUES, which the MTU of every path holds",
+            )
+        return bool(lengths)
 
     async def begin(self, job: Job, payload: int, window: int, parent_epoch: int = 0) -> None:
         """Start a new epoch of `job` in the data plane and tell all members.
@@ -140,9 +164,13 @@ class JobLifecycle:
         if job.link is not None:
             parent_job, incarnation, worker = job.link.identity
             parent = (parent_job, parent_epoch, incarnation, worker)
+        if job.hardware and (full := [member.who for member in job.members.values() if not member.speaks_hardware]):
+            what = f"{', '.join(full)} speak the full aggregation protocol only, and a switch of this job's tree is "
+            await self.end(job, "profile", what + "a P4 pipeline with the hardware profile: update netfold there")
+            return
         if self._pipeline is not None:
             try:
-                self._install(self._pipeline, job, epoch, window)
+                self._install(self._pipeline, job, epoch, window, parent_epoch)
             except PipelineError as error:
                 await self.end(job, "pipeline", str(error))
                 return
@@ -167,7 +195,7 @@ class JobLifecycle:
             return
         self._tell_start(job, epoch, payload, window)
 
-    def _install(self, pipeline: Bmv2, job: Job, epoch: int, window: int) -> None:
+    def _install(self, pipeline: Bmv2, job: Job, epoch: int, window: int, parent_epoch: int) -> None:
         """Let the pipeline reduce for `job`. Raises PipelineError."""
         assert job.port is not None, "a pipeline's jobs have a UDP port"
         members = [
@@ -175,8 +203,13 @@ class JobLifecycle:
             for number, member in sorted(job.members.items())
             if member.udp is not None
         ]
+        parent = None
+        if job.link is not None:
+            parent_job, incarnation, worker = job.link.identity
+            own_ip, own_port, ip, port = job.link.addresses
+            parent = PipelineParent(parent_job, parent_epoch, incarnation, worker, ip, port, own_ip, own_port)
         # In the daemon's loop, for 20 to 50 ms: no member may leave before the job has begun.
-        pipeline.install(PipelineJob(job.id, epoch, self.incarnation, self._host, job.port, window, members))
+        pipeline.install(PipelineJob(job.id, epoch, self._host, job.port, window, members, parent))
         job.pipeline = pipeline
 
     def _tell_start(self, job: Job, epoch: int, payload: int, window: int) -> None:
@@ -191,6 +224,8 @@ class JobLifecycle:
         start: control_messages.Message = {"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window}
         if shortfall:
             start["window_shortfall"] = shortfall
+        if job.hardware:
+            start["profile"] = control_messages.HARDWARE
         encoded = control_messages.encode(start)
         # Without an await in between: a member that starts and leaves at once must not be announced before the start.
         for member in job.members.values():

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from netfold.switch.bmv2 import Bmv2
 from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, send_encoded, send_nowait
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.control_messages import ReplyError
@@ -50,6 +51,8 @@ class Parent:
                 )
             self._token = control_messages.read_private(token_file).strip()
             control_messages.check_token(self._token)
+        # Whether the parent speaks TLS: its packets then carry MACs.
+        self.authenticated = self._address.fingerprint is not None
         # For operators: why the last request or join failed; "" where it succeeded.
         self.last_error = ""
 
@@ -145,13 +148,20 @@ class Stream:
 
 
 class Link:
-    """The membership of this switch in one job at the parent, from `join` to `leave`."""
+    """The membership of this switch in one job at the parent, from `join` to `leave`.
 
-    def __init__(self, parent: Parent) -> None:
+    pipeline: of this switch, which fixes the length of packets; None for a switch in software.
+    """
+
+    def __init__(self, parent: Parent, pipeline: Bmv2 | None) -> None:
         self.parent = parent
+        self._pipeline = pipeline
+        self.hardware = False  # the parent is a pipeline, so `payload_bytes` is fixed
         self.payload_bytes = 0  # 0 until the data path has been probed
         self.port: Any = None  # the data port, connected to the parent's
         self.identity: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
+        # Over UDP: this end's address and port, and the parent's.
+        self.addresses: tuple[str, int, str, int] = ("", 0, "", 0)
         self.ready_fields: control_messages.Message = {}  # what the data path adds to `ready`
         self.ready: tuple[int, int] | None = None  # largest payload and window that `ready` offered
         self.open_queries = 0  # `stragglers` queries of the parent that have no reply yet
@@ -178,11 +188,18 @@ class Link:
         loop = asyncio.get_running_loop()
         try:
             path = open_path(provider, local, int(join["window_bytes"]))
-            await stream.send_first({**join, "type": "join", "endpoint": endpoint, **path.join_fields()})
+            own = path.join_fields()
+            profiles = {"profiles": [control_messages.HARDWARE]}
+            await stream.send_first({**join, "type": "join", "endpoint": endpoint, **profiles, **own})
             admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
             packet_keys.check_admitted(admitted, pinned=stream.pinned, encrypt=join["encrypt"])
             self._admitted = admitted
             self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
+            self.hardware = admitted.get("profile") == control_messages.HARDWARE
+            if provider is None:
+                self.addresses = local, int(own["port"]), remote, int(admitted["port"])
+            if self._pipeline is not None:
+                admitted = _with_length(admitted, self._pipeline.payload_bytes)
             self.ready_fields = await loop.run_in_executor(None, path.connect, remote, admitted, deadline)
         except ReplyError as error:
             raise self.parent.error(str(error)) from None
@@ -213,3 +230,17 @@ class Link:
             for message in messages:
                 self._stream.send_nowait(message)
             self._stream.close()
+
+
+def _with_length(admitted: control_messages.Message, payload_bytes: int) -> control_messages.Message:
+    """The parent's reply, so that packets of a pipeline's own length are tried and no other.
+
+    Raises ReplyError where the parent is a pipeline of another length.
+    """
+    theirs = admitted.get("payload_bytes", payload_bytes)
+    if theirs != payload_bytes:
+        raise ReplyError(
+            f"is a P4 pipeline with {theirs} bytes of values in a packet, and this one has {payload_bytes}: compile "
+            "all pipelines of a tree with one NETFOLD_VALUES"
+        )
+    return {**admitted, "profile": control_messages.HARDWARE, "payload_bytes": payload_bytes}

@@ -63,13 +63,16 @@ class TreeSession:
         job, link, kind = self._job, self._link, message["type"]
         if kind == "start":
             payload_bytes, window = int(message["payload_bytes"]), int(message["window"])
+            hardware = message.get("profile") == control_messages.HARDWARE
             if (
                 job.started
                 or link.ready is None
                 or not 0 < payload_bytes <= link.ready[0]
                 or not 0 < window <= link.ready[1]
+                or (job.hardware and (payload_bytes != link.ready[0] or not hardware))
             ):
                 raise control_messages.ProtocolError(f"start with window {window} x {payload_bytes} bytes")
+            job.hardware = hardware
             await self._jobs.begin(job, payload_bytes, window, int(message["epoch"]))
         elif kind == "left":
             elsewhere = job.position.workers - sum(each.workers for each in job.position.contributors)

@@ -38,6 +38,7 @@ changes.
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
                                  window_shortfall            (why the window is smaller than it should be, and what
                                                               to set)
+                                 profile                     (`hardware`: a switch of the job's tree is a pipeline)
     worker -> switch   stragglers  chunk, serial                 (at most 8 open at once)
                        alive     serial
                                  bytes_per_s                 (of tensor, through this switch, as the job's lowest rank
@@ -55,6 +56,8 @@ A switch's id is its incarnation. A leaf is a worker of its parent, with further
 
     leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
                        ready     window                      (the most chunks that it can grant)
+                                 profile                     (`hardware`: it, or one below it, is a pipeline, so
+                                                              payload_bytes is the only length)
                        left      ranks, reason, fault        (ranks below it)
                        leave     switch                      (the address of a lost switch, if that is the reason)
     parent -> leaf     stragglers  chunk, serial               (both sides may query)
