@@ -210,17 +210,21 @@ class Rack:
         self.started.append(process)
         return process
 
-    def daemon_command(self, switch: Switch, port: int, *words: str) -> list[str]:
+    def daemon_command(self, switch: Switch, port: int, *words: str, software: bool = False) -> list[str]:
         listen = ["--listen", f"{switch.ip}:{port}", "--open"]
-        if switch.program is not None:
+        if switch.program is not None and not software:
             pipeline = ["--pipeline", f"127.0.0.1:{THRIFT_PORT}", "--hosts", str(self.hosts_file(switch))]
             listen += ["--dataplane", "bmv2", *pipeline]
         return [sys.executable, "-m", "netfold.cli", "switch", *listen, *words]
 
-    def start_daemon(self, switch: Switch, port: int = 7171, *words: str) -> Process:
-        """Start the daemon of a switch below its parent's, once the pipeline is there."""
+    def start_daemon(self, switch: Switch, port: int = 7171, *, software: bool = False) -> Process:
+        """Start the daemon of a switch below its parent's, once the pipeline is there.
+
+        software: beside the pipeline's daemon, without metrics.
+        """
         parent = [] if switch.up is None else ["--parent", f"{switch.up.ip}:{port}"]
-        command = self.daemon_command(switch, port, "--metrics", f"127.0.0.1:{METRICS_PORT}", *parent, *words)
+        metrics = [] if software else ["--metrics", f"127.0.0.1:{METRICS_PORT}"]
+        command = self.daemon_command(switch, port, *metrics, *parent, software=software)
         deadline = Deadline(30)
         while True:
             daemon = self.spawn(switch.namespace, *command)
