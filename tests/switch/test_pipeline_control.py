@@ -6,25 +6,33 @@ tests/p4 runs the same code with a real one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_command, running_switch
+from load import seconds
+from ranks import RunningSwitch, run_command, running_switch
 
+from netfold._native import protocol
+from netfold._native.transport import UdpPort
 from netfold.communicator.membership import Membership
 from netfold.errors import SwitchError
+from netfold.switch import bmv2
 from netfold.switch import thrift_client as thrift
-from netfold.switch.bmv2 import Bmv2, Host, PipelineError, PipelineJob, PipelineMember, read_hosts
+from netfold.switch.bmv2 import Bmv2, Host, PipelineError, PipelineJob, PipelineMember, PipelineParent, read_hosts
 from netfold.switch.thrift_client import ThriftClient, ThriftError
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_client import SwitchAccess
+from netfold.switch_protocol.job_tree import levels_by_worker
 
 CONFIG = {
     "register_arrays": [
@@ -269,6 +277,93 @@ def test_a_bad_file_of_hosts_is_an_error_that_names_it(tmp_path: Path, text: str
         read_hosts(path)
 
 
+def test_a_second_control_plane_is_refused_while_the_first_renews_its_lease(fake: FakeSwitch) -> None:
+    first, over = opened(fake), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            first.beat()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    fake.calls.clear()
+    try:
+        with pytest.raises(PipelineError, match=r"has a control plane that is alive \(incarnation 00000007\)"):
+            opened(fake, 8)
+    finally:
+        over.set()
+        beating.join()
+    assert fake.lease[0] == 7
+    assert set(fake.methods()) == {"bm_get_config"}  # nothing of the first one's was touched
+    first.install(make_job())
+    first.close()
+
+
+def test_a_lease_that_is_not_renewed_ends_and_its_owner_learns_it(
+    fake: FakeSwitch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(fake)
+    first.install(make_job())
+    monkeypatch.setattr(bmv2, "LEASE_S", 0.3)
+    second = opened(fake, 8)
+    with pytest.raises(
+        PipelineError, match=r"is no longer this switch's: another control plane has it \(incarn.* 0+8\)"
+    ):
+        first.beat()
+    for use in (lambda: first.install(make_job(2)), lambda: first.counters(1), lambda: first.missing(1, 0)):
+        with pytest.raises(PipelineError, match="is no longer this switch's"):
+            use()
+    fake.calls.clear()
+    first.remove(1)
+    first.close()
+    assert not fake.calls and fake.lease[0] == 8
+    second.beat()
+    second.close()
+    assert fake.lease[0] == 0
+
+
+def test_an_orderly_end_frees_the_pipeline_at_once(fake: FakeSwitch, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(fake).close()
+    monkeypatch.setattr(bmv2, "LEASE_S", 1e6)
+    opened(fake, 8).close()
+
+
+def test_of_two_that_take_a_free_pipeline_at_once_one_has_it(fake: FakeSwitch, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = time.sleep
+
+    def overtake(seconds: float) -> None:
+        fake.lease[0] = 9
+        settle(seconds)
+
+    monkeypatch.setattr(bmv2.time, "sleep", overtake)
+    with pytest.raises(PipelineError, match=r"has a control plane that is alive \(incarnation 00000009\)"):
+        opened(fake)
+    assert set(fake.methods()) == {"bm_get_config"}
+
+
+def test_a_leafs_sums_and_its_parents_results_have_entries(fake: FakeSwitch) -> None:
+    pipeline = opened(fake)
+    fake.calls.clear()
+    above = PipelineParent(1, 2, 3, 4, "127.0.0.1", 5, "127.0.0.1", 6)
+    pipeline.install(dataclasses.replace(make_job(), parent=above))
+    added = [arguments[1] for method, arguments in fake.calls if method == "bm_mt_add_entry"]
+    assert added[2:] == [
+        b"SwitchIngress.check.parent",
+        b"SwitchEgress.address.own",
+        b"SwitchEgress.address.above",
+        b"SwitchIngress.check.job",
+        b"SwitchIngress.check.job",
+    ]
+    fake.calls.clear()
+    pipeline.remove(1)
+    assert fake.methods().count("bm_mt_delete_entry") == len(added)
+    for absent in ({"ip": "127.0.0.9"}, {"own_ip": "127.0.0.9"}):
+        with pytest.raises(PipelineError, match=r"no port of the switch leads to 127\.0\.0\.9"):
+            pipeline.install(dataclasses.replace(make_job(), parent=dataclasses.replace(above, **absent)))
+    pipeline.install(make_job())
+    pipeline.close()
+
+
 # The daemon.
 
 
@@ -338,6 +433,165 @@ def test_a_worker_joins_with_the_pipelines_one_length_of_packets(fake: FakeSwitc
         membership.leave("done")
         switch.wait_for(r"job \w+ closed after")
         assert ("bm_mt_delete_entry", [0, b"SwitchIngress.check.job", 1]) in fake.calls
+
+
+def refused_reason(membership: Membership) -> str:
+    with pytest.raises(SwitchError) as refusal:
+        membership._client.expect("left", time.monotonic() + seconds(20))
+    return str(refusal.value)
+
+
+def test_a_daemon_whose_connection_to_the_pipeline_ends_serves_new_jobs_without_a_restart(
+    fake: FakeSwitch, hosts_file: Path
+) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        running = join(switch.endpoint)
+        fake.calls.clear()
+        fake.disconnect()
+        reason = refused_reason(running)
+        assert re.search(rf"the P4 pipeline is lost: the simple_switch at {fake.endpoint} cannot be reached: ", reason)
+        switch.wait_for("event=pipeline .*is there again, and serves jobs")
+        added = [arguments[1] for method, arguments in fake.calls if method == "bm_mt_add_entry"]
+        assert added == [b"SwitchIngress.hosts"]
+        join(switch.endpoint).leave("done")
+
+
+def test_a_daemon_whose_pipeline_is_gone_refuses_jobs_until_it_is_back(fake: FakeSwitch, hosts_file: Path) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        running = join(switch.endpoint)
+        fake.close()
+        refused_reason(running)
+        answer = ask(switch.address, JOIN)
+        assert re.match(
+            "this switch is a P4 pipeline, which is lost: the simple_switch at .* cannot be reached", answer["reason"]
+        )
+        back = FakeSwitch(port=fake.port)
+        try:
+            switch.wait_for("event=pipeline .*is there again, and serves jobs")
+            join(switch.endpoint).leave("done")
+            # The end of a job that was lost touches nothing of the new pipeline's.
+            assert back.methods().count("bm_mt_delete_entry") in (0, 3)
+        finally:
+            back.close()
+
+
+def test_a_daemon_whose_lease_another_one_took_ends_its_jobs(fake: FakeSwitch, hosts_file: Path) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        running = join(switch.endpoint)
+        fake.lease[:] = [99, 1]
+        assert "another control plane has it (incarnation 00000063)" in refused_reason(running)
+        fake.lease[:] = [0, 0]
+        switch.wait_for("event=pipeline .*is there again, and serves jobs")
+        join(switch.endpoint).leave("done")
+
+
+def test_a_second_daemon_on_a_pipeline_ends_with_a_sentence(fake: FakeSwitch, hosts_file: Path) -> None:
+    with running_switch(*options(fake, hosts_file)) as switch:
+        running = join(switch.endpoint)
+        second = run_command("switch", "--listen", "127.0.0.1:0", *options(fake, hosts_file))
+        assert second.returncode == 1
+        assert "two would clear each other's jobs: stop that one first" in " ".join(second.stderr.split())
+        running.leave("done")
+        switch.wait_for(r"job \w+ closed after")
+
+
+# Trees.
+
+
+def program_of(values: int) -> Reply:
+    others = [each for each in CONFIG["register_arrays"] if "values" not in each["name"]]
+    sums = [{"name": f"SwitchIngress.values.sum_{value}", "size": 256} for value in range(values)]
+    config = {"register_arrays": [*others, *sums]}
+    return lambda method, arguments: (
+        thrift.string(json.dumps(config)) if method == "bm_get_config" else answers(method, arguments)
+    )
+
+
+def switch_id(switch: RunningSwitch) -> int:
+    path = {"type": "path", "version": control_messages.VERSION, "below": []}
+    return int(ask(switch.address, path)["switches"][0][0])
+
+
+def join_tree(paths: list[list[RunningSwitch]]) -> list[Membership | str]:
+    """Join each worker's first switch, all at once; the memberships, or why there is none."""
+    trees = levels_by_worker([[switch_id(each) for each in path] for path in paths], range(len(paths)))
+
+    def join_one(rank: int) -> Membership | str:
+        access = SwitchAccess(paths[rank][0].endpoint, None, rank, tuple(range(len(paths))))
+        try:
+            return Membership.join(access, job="1" * 32, tree=trees[rank], timeout_s=20)
+        except SwitchError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(join_one, range(len(paths))))
+
+
+@pytest.mark.parametrize("root_is_pipeline", [True, False])
+def test_all_switches_and_workers_of_a_tree_take_the_pipelines_profile_and_length(
+    fake: FakeSwitch, hosts_file: Path, root_is_pipeline: bool
+) -> None:
+    fake.reply = program_of(32)
+    pipeline = options(fake, hosts_file)
+    with running_switch(*(pipeline if root_is_pipeline else [])) as root:
+        parent = ["--parent", root.endpoint]
+        with running_switch(*parent, *([] if root_is_pipeline else pipeline)) as one, running_switch(*parent) as other:
+            joined = join_tree([[one, root], [other, root], [root]])
+            for each in joined:
+                assert isinstance(each, Membership), each
+                assert (each.hardware, each.payload_bytes, each.window) == (True, 128, 64)
+                each.leave("done")
+
+
+def test_a_tree_in_software_has_the_full_protocol() -> None:
+    with running_switch() as root, running_switch("--parent", root.endpoint) as leaf:
+        for each in join_tree([[leaf, root], [root]]):
+            assert isinstance(each, Membership) and not each.hardware
+            each.leave("done")
+
+
+def test_pipelines_of_one_tree_need_one_length(fake: FakeSwitch, hosts_file: Path) -> None:
+    fake.reply = program_of(32)
+    second = FakeSwitch(program_of(64))
+    try:
+        with running_switch(*options(fake, hosts_file)) as root:
+            with running_switch("--parent", root.endpoint, *options(second, hosts_file)) as leaf:
+                texts = join_tree([[leaf, root], [root]])
+                assert "is a P4 pipeline with 128 bytes of values in a packet, and this one has 256" in str(texts[0])
+        with running_switch() as root:
+            parent = ["--parent", root.endpoint]
+            first = running_switch(*parent, *options(fake, hosts_file))
+            with first as one, running_switch(*parent, *options(second, hosts_file)) as other:
+                texts = join_tree([[one, root], [other, root]])
+                for text in texts:
+                    assert "have packets of 128 and 256 bytes of values, and 128 bytes pass on all paths" in str(text)
+    finally:
+        second.close()
+
+
+def test_a_worker_of_the_full_protocol_anywhere_in_a_pipelines_tree_is_told(fake: FakeSwitch, hosts_file: Path) -> None:
+    # It asks a leaf in software, which learns from its parent what the tree has.
+    with running_switch(*options(fake, hosts_file)) as root, running_switch("--parent", root.endpoint) as leaf:
+        trees = levels_by_worker([[switch_id(leaf), switch_id(root)]] * 2, [0, 1])
+        told = []
+        with contextlib.ExitStack() as stack:
+            for rank in (0, 1):
+                stream = stack.enter_context(socket.create_connection(leaf.address, seconds(20)))
+                port = UdpPort(host="127.0.0.1")
+                fields = {"rank": rank, "tree": trees[rank], "port": port.port, "profiles": ["hardware"] * rank}
+                control_messages.send(stream, {**{key: JOIN[key] for key in ("type", "version", "job")}, **fields})
+                admitted = control_messages.receive(stream)
+                port.connect("127.0.0.1", admitted["port"])
+                identity = {key: admitted[key] for key in ("incarnation", "worker", "nonce")}
+                hello = {"job": admitted["job_id"], "packet_bytes": 1152 + protocol.HEADER_BYTES, "key": None}
+                assert port.hello(**identity, **hello, timeout_ns=int(seconds(5) * 1e9)) is not None
+                control_messages.send(stream, {"type": "ready", "payload_bytes": 1152})
+                told.append(stream)
+            for stream in told:
+                assert control_messages.receive(stream)["reason"] == (
+                    "rank 0 speak the full aggregation protocol only, and a switch of this job's tree is a P4 pipeline "
+                    "with the hardware profile: update netfold there"
+                )
 
 
 def test_a_job_that_the_pipeline_refuses_ends_with_the_reason(fake: FakeSwitch, hosts_file: Path) -> None:
