@@ -554,10 +554,11 @@ def test_pipelines_of_one_tree_need_one_length(fake: FakeSwitch, hosts_file: Pat
     fake.reply = program_of(32)
     second = FakeSwitch(program_of(64))
     try:
-        with running_switch(*options(fake, hosts_file)) as root:
-            with running_switch("--parent", root.endpoint, *options(second, hosts_file)) as leaf:
-                texts = join_tree([[leaf, root], [root]])
-                assert "is a P4 pipeline with 128 bytes of values in a packet, and this one has 256" in str(texts[0])
+        with running_switch(*options(fake, hosts_file)) as root, contextlib.ExitStack() as stack:
+            below = "--parent", root.endpoint, *options(second, hosts_file)
+            leaf = stack.enter_context(running_switch(*below))
+            texts = join_tree([[leaf, root], [root]])
+            assert "is a P4 pipeline with 128 bytes of values in a packet, and this one has 256" in str(texts[0])
         with running_switch() as root:
             parent = ["--parent", root.endpoint]
             first = running_switch(*parent, *options(fake, hosts_file))
