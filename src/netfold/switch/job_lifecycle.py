@@ -164,10 +164,13 @@ class JobLifecycle:
         if job.link is not None:
             parent_job, incarnation, worker = job.link.identity
             parent = (parent_job, parent_epoch, incarnation, worker)
-        if job.hardware and (full := [member.who for member in job.members.values() if not member.speaks_hardware]):
-            what = f"{', '.join(full)} speak the full aggregation protocol only, and a switch of this job's tree is "
-            await self.end(job, "profile", what + "a P4 pipeline with the hardware profile: update netfold there")
-            return
+        if job.hardware:
+            for member in job.members.values():
+                if not member.speaks_hardware:
+                    what = "a switch of this job's tree is a P4 pipeline with the hardware profile, and "
+                    what += f"{member.who} does not speak it: update netfold there"
+                    await self.end(job, "profile", what)
+                    return
         if self._pipeline is not None:
             try:
                 self._install(self._pipeline, job, epoch, window, parent_epoch)
