@@ -241,12 +241,12 @@ class Rack:
     @contextlib.contextmanager
     def lose(self, percent: int) -> Iterator[None]:
         """Lose UDP packets on every link of a host, and on those between switches, in both directions."""
-        hooks = [(self.host(host), "eth0", ("ingress", "egress")) for host in self.hosts]
+        hooks = [(self.host(host), "eth0", ["ingress", "egress"]) for host in self.hosts]
         for switch in self.switches:
             for port, leads_to in enumerate(switch.ports):
                 if isinstance(leads_to, Switch) and leads_to is not switch:
                     # simple_switch's sockets see a packet before the hook of ingress does.
-                    hooks.append((switch.namespace, f"p{port}", ("egress",)))
+                    hooks.append((switch.namespace, f"p{port}", ["egress"]))
         by_space: dict[str, list[str]] = {}
         for space, device, kinds in hooks:
             by_space.setdefault(space, []).extend(

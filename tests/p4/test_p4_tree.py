@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from p4_rack import CHUNKS_OF_STEP, Rack, Switch, check, results
+from p4_rack import CHUNKS_OF_STEP, Rack, Switch, check, results, wait_for
 from p4_rig import compile_program, why_no_pipeline
 
 from netfold._native import engine
@@ -18,7 +18,7 @@ from netfold._native import engine
 LACK = why_no_pipeline()
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
 
-STEPS = 4
+STEPS, LONG_STEPS = 4, 40
 IN_NETWORK, F64 = engine.ALGORITHMS["in_network"], engine.DTYPES["f64"]
 
 
@@ -35,13 +35,14 @@ def tree(folder: Path, root: Path | None, *leaves: Path | None) -> Rack:
 
 
 @pytest.fixture(scope="module")
-def by_software(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """The results of rank 0 in a tree of switches in software."""
+def by_software(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, np.ndarray]]:
+    """The results of rank 0 in a tree of switches in software, by the number of steps."""
     folder = tmp_path_factory.mktemp("software")
     with tree(folder, None, None, None) as rack:
         for switch in rack.switches:
             rack.start_daemon(switch)
-        return results(folder, rack.start_ranks(folder, STEPS))[0]
+        own = {steps: folder / str(steps) for steps in (STEPS, LONG_STEPS)}
+        return {steps: results(own[steps], rack.start_ranks(own[steps], steps))[0] for steps in own}
 
 
 @pytest.fixture(
@@ -58,11 +59,11 @@ def rack(request: pytest.FixtureRequest, program: Path, tmp_path_factory: pytest
 
 
 def test_ranks_reduce_through_a_tree_with_the_bits_of_a_tree_in_software(
-    rack: Rack, by_software: dict[str, np.ndarray]
+    rack: Rack, by_software: dict[int, dict[str, np.ndarray]]
 ) -> None:
     folder = rack.folder / "clean"
     own = results(folder, rack.start_ranks(folder, STEPS))
-    check(own, by_software)
+    check(own, by_software[STEPS])
     for each in own:
         # What the profile cannot add went by a host algorithm on all ranks, those of a leaf in software too.
         np.testing.assert_array_equal(each["algorithms"] == IN_NETWORK, each["dtypes"] != F64)
@@ -74,9 +75,37 @@ def test_ranks_reduce_through_a_tree_with_the_bits_of_a_tree_in_software(
             assert totals["drops"][reason] == 0, (switch.name, totals["drops"])
 
 
-def test_packets_lost_on_every_link_of_a_tree_cost_no_sum(rack: Rack, by_software: dict[str, np.ndarray]) -> None:
+def test_packets_lost_on_every_link_of_a_tree_cost_no_sum(
+    rack: Rack, by_software: dict[int, dict[str, np.ndarray]]
+) -> None:
     folder = rack.folder / "lossy"
     with rack.lose(percent=2):
-        check(results(folder, rack.start_ranks(folder, STEPS)), by_software)
+        check(results(folder, rack.start_ranks(folder, STEPS)), by_software[STEPS])
     for switch in rack.switches:
         assert rack.status(switch)["totals"]["results_resent"] > 0
+
+
+@pytest.mark.parametrize("name", ["leaf0", "root"])
+def test_a_pipeline_of_a_tree_that_is_killed_in_a_job_costs_no_sum_and_the_group_returns(
+    program: Path, by_software: dict[int, dict[str, np.ndarray]], tmp_path: Path, name: str
+) -> None:
+    # Hosts have no other path, so the pipeline starts again at once.
+    with tree(tmp_path, program, program, None) as rack:
+        for switch in rack.switches:
+            rack.start_daemon(switch)
+        folder = tmp_path / "job"
+        folder.mkdir()
+        (folder / "slowly").touch()
+        ranks = rack.start_ranks(folder, LONG_STEPS)
+        log = folder / "log0"
+        wait_for(log, "under way", ranks[0])
+        (switch,) = [each for each in rack.switches if each.name == name]
+        rack.kill_pipeline(switch)
+        rack.start_pipeline(switch)
+        wait_for(log, "is gone", ranks[0])
+        wait_for(log, "has the group again", ranks[0])
+        (folder / "slowly").unlink()
+        own = results(folder, ranks)
+        check(own, by_software[LONG_STEPS])
+        for each in own:
+            assert each["algorithms"][-1] == IN_NETWORK
