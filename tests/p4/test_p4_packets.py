@@ -5,6 +5,7 @@ Each packet goes to the pipeline and to the software switch's machine, and both 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
@@ -76,6 +77,9 @@ def make_job(**changes: object) -> PipelineJob:
         "members": members(*range(WORKERS)),
     }
     return PipelineJob(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+SHAPE = {"workers": WORKERS, "window": WINDOW, "payload_bytes": 4 * VALUES}
 
 
 def identity_at(parent: PipelineParent) -> tuple[int, int, int, int]:
@@ -352,6 +356,53 @@ def test_a_job_of_a_control_plane_that_lost_the_pipeline_counts_no_more(switch: 
     finally:
         switch.pipeline._write("lease", 0, INCARNATION)
         both.remove()
+
+
+def test_an_owner_that_was_stopped_while_it_installed_a_job_makes_no_part_of_a_sum_a_result(
+    switch: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It has the first slots too, and goes on call by call between the packets of the present owner's job.
+    stopped = object.__new__(Bmv2)
+    stopped.__dict__.update(switch.pipeline.__dict__, incarnation=INCARNATION - 1, _installed={})
+    monkeypatch.setattr(stopped, "_check_lease", lambda: None)
+    both = Both(switch)
+    values = [draw(random.Random(worker)) for worker in range(WORKERS)]
+    whole = [protocol.SwitchJob(job=JOB, epoch=EPOCH, incarnation=INCARNATION, **SHAPE) for _ in range(2 * WINDOW)]
+    packets = [[both.packet(worker, chunk, values[worker]) for worker in range(WORKERS)] for chunk in range(2 * WINDOW)]
+    for machine, contributions in zip(whole, packets, strict=True):
+        for packet in contributions:
+            machine.handle_packet(packet)
+    results = [machine.frame(chunk)[protocol.HEADER_BYTES :] for chunk, machine in enumerate(whole)]
+    for chunk in range(WINDOW):
+        for worker in range(WORKERS):
+            both.send(worker, packets[chunk][worker])
+    source, calls, came = random.Random(1), 0, Counter[int]()
+    call = stopped._call
+
+    def then_packets(service: str, method: str, *arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        result = call(service, method, *arguments)  # type: ignore[arg-type]
+        for _ in range(2):
+            chunk, worker = source.randrange(2 * WINDOW), source.randrange(WORKERS)
+            for frames in switch.send(worker, udp_frame(packets[chunk][worker], worker)).values():
+                for frame in frames:
+                    answer = Answer(frame)
+                    assert answer.packet[protocol.HEADER_BYTES :] == results[answer.header.chunk]
+                    came[answer.header.chunk] += 1
+        return result
+
+    monkeypatch.setattr(stopped, "_call", then_packets)
+    try:
+        for _ in range(3):
+            with contextlib.suppress(PipelineError):
+                stopped.install(make_job(port=DATA_PORT + 1))
+            stopped.remove(JOB)
+        assert calls > 60
+        assert came[0] and came[2 * WINDOW - 1]
+    finally:
+        with contextlib.suppress(PipelineError):  # the other owner removed the multicast group
+            both.remove()
 
 
 def nothing_counted(switch: Rig) -> bool:

@@ -44,6 +44,8 @@ _FLOOD_GROUP = 1
 # Multicast groups of jobs: this plus the job's index.
 _FIRST_GROUP = 2
 _CALL_S = 5.0
+# Far beyond every chunk.
+_NO_CHUNK = 1 << 62
 # Names of tables in the program.
 _JOBS, _MEMBERS, _PARENTS = "SwitchIngress.check.job", "SwitchIngress.check.member", "SwitchIngress.check.parent"
 _ADDRESSES, _HOSTS = "SwitchEgress.address.address", "SwitchIngress.hosts"
@@ -180,25 +182,29 @@ class Bmv2:
 
     def beat(self) -> None:
         """Renew the lease. `lost` is set where that fails."""
+        self._check_lease()
+        self._beats += 1
+        self._write("lease", 1, self._beats)
+
+    def _check_lease(self) -> None:
         owner = self._read("lease", 0)
         if owner != self.incarnation:
             self.lost = f"the simple_switch at {self.endpoint} is no longer this switch's: " + (
                 f"another control plane has it (incarnation {owner:08x})" if owner else "somebody cleared its registers"
             )
             raise PipelineError(self.lost)
-        self._beats += 1
-        self._write("lease", 1, self._beats)
 
     def _acquire(self) -> None:
         """Take the lease: at once where it is free or this owner's own, else when it ends."""
-        owner, beats = self._read("lease", 0), self._read("lease", 1)
-        deadline = time.monotonic() + LEASE_S
-        while owner not in (0, self.incarnation) and time.monotonic() < deadline:
+        owner, beats, since = self._read("lease", 0), self._read("lease", 1), time.monotonic()
+        while owner not in (0, self.incarnation) and time.monotonic() - since < LEASE_S:
             time.sleep(BEAT_S / 5)
-            before, beats = beats, self._read("lease", 1)
-            if beats != before:
+            before = owner, beats
+            owner, beats = self._read("lease", 0), self._read("lease", 1)
+            if owner != before[0]:
+                since = time.monotonic()
+            elif beats != before[1]:
                 raise self._taken(owner)
-            owner = self._read("lease", 0)
         self._write("lease", 0, self.incarnation)
         time.sleep(_SETTLE_S)
         if (owner := self._read("lease", 0)) != self.incarnation:
@@ -244,6 +250,7 @@ class Bmv2:
     def install(self, job: PipelineJob) -> None:
         """Let the pipeline reduce for `job`, whose id is new. On an error nothing of the job stays."""
         self._check_usable()
+        self._check_lease()
         taken = {each.index for each in self._installed.values()}
         index = min(set(range(self.jobs)) - taken, default=None)
         if index is None:
@@ -260,13 +267,14 @@ class Bmv2:
     def _install(self, job: PipelineJob, installed: _Installed) -> None:
         index, base, slots = installed.index, installed.base, installed.slots
         everyone = (1 << len(job.members)) - 1
-        for slot in range(slots):
-            self._write("slot_next", base + slot, slot)
-        # As if all had contributed to the chunk before, and its result had come.
-        for register, value in (("slot_workers", everyone), ("slot_complete", 1)):
+        # As if all had contributed to the chunk before, and its result had come. Until all of this is written, no
+        # packet is of a slot's chunk: this process may be stopped in here, and go on when another owner has the slots.
+        for register, value in (("slot_next", _NO_CHUNK), ("slot_workers", everyone), ("slot_complete", 1)):
             name = thrift.string(f"SwitchIngress.{register}")
             first, end = thrift.i32(base), thrift.i32(base + slots)
             self._call(_STANDARD, "bm_register_write_range", name, first, end, thrift.i64(value))
+        for slot in range(slots):
+            self._write("slot_next", base + slot, slot)
         for register in ("job_results", "job_mismatches", "job_sums"):
             self._write(register, index, 0)
         for outcome in _counted(installed.has_parent):
