@@ -2,22 +2,20 @@
 
     .venv/bin/python bench/tofino.py --compiler-commit 6a7e3844a9
 
-The compiler, p4c-barefoot or bf-p4c of p4lang/p4c's backends/tofino, is found on the PATH. Its output is assembly and the
-reports that the page is written from. Nothing runs the program: Tofino's model is not open.
+The compiler, p4c-barefoot or bf-p4c of p4lang/p4c's backends/tofino, is found on the PATH. Its output is assembly and
+the reports that the page is written from. Nothing runs the program: Tofino's model is not open.
 
-A size takes minutes. `--folder` keeps the outputs, and a size that is there, of the same program, is not compiled again.
+A size takes minutes. `--folder` keeps the outputs; a size that is there, of the same program, is not compiled again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,8 @@ def compile_size(compiler: str, size: Size, out: Path) -> str:
     argv += ["-D", f"NETFOLD_VALUES={size.values}", "-D", f"NETFOLD_LEAF={int(size.leaf)}"]
     argv += ["-D", f"NETFOLD_SLOTS={size.slots}", "-D", f"NETFOLD_JOBS={size.jobs}"]
     expanded = subprocess.run([*argv, "-E", str(PROGRAM)], capture_output=True, text=True, timeout=LIMIT_S).stdout
-    digest = hashlib.sha256("".join(each for each in expanded if not each.isspace()).encode()).hexdigest()
+    code = re.sub(r"^#.*|//.*|\s", "", expanded, flags=re.MULTILINE)
+    digest = hashlib.sha256(code.encode()).hexdigest()
     kept = out / "program.json"
     if kept.exists() and (found := json.loads(kept.read_text()))["digest"] == digest:
         return str(found["error"])
@@ -134,37 +133,29 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
         for size in SIZES:
             out = Path(folder or scratch) / str(size)
             error = compile_size(compiler, size, out)
-            name = TARGETS[size.target][1]
-            row = [name, size.values, "yes" if size.leaf else "no", f"{size.slots:,}", size.jobs]
+            name, parents = TARGETS[size.target][1], "yes" if size.leaf else "no"
+            row = [name, size.values, parents, f"{size.slots:,}", min(size.jobs, size.slots // JOB_SLOTS)]
             if error:
-                rows.append([*row, "the compiler refuses it", *[""] * 5])
-                details.append(f"{name}, {size.values} values, {size.slots:,} slots: `{_without_paths(error)}`")
+                rows.append([*row, "no: " + _without_paths(error), *[""] * 5])
                 continue
             report = read_report(out, size.target)
-            fits = report.stages[0] <= report.stages[1]
             pairs = (report.stages, report.sram, report.tcam, report.stateful, report.phv_bits)
-            rows.append([*row, "yes" if fits else "no", *(_pair(pair) for pair in pairs)])
-            if size.slots == SIZES[0].slots:
-                details.append(
-                    _stages(f"{name}, {size.values} values, {'with' if size.leaf else 'no'} parents", report)
-                )
-    head = (
-        "chip | values in a packet | parents | slots | jobs | fits | stages | SRAM blocks | TCAM blocks | "
-        "stateful ALUs | PHV bits"
-    )
+            fits = "yes" if report.stages[0] <= report.stages[1] else "no"
+            rows.append([*row, fits, *(_pair(pair) for pair in pairs)])
+            if size.slots == Size.slots:
+                details.append(f"{name}, {size.values} values, parents: {parents}.\n\n{_stages(report)}")
+    head = "chip | values | parents | slots | jobs | fits | stages | SRAM | TCAM | stateful ALUs | PHV bits"
+    commit = f", commit {compiler_commit}" if compiler_commit else ""
     by_stage = "\n\n".join(details)
-    return f"""Compiler: {os.path.basename(compiler)} {version}, of p4lang/p4c{
-        f", commit {compiler_commit}" if compiler_commit else ""
-    }. It writes assembly and reports; the tables are
-of these reports (`resources.json`, `phv.json`). The tree has no assembler and no model of the chip, so **nothing has
+    return f"""Compiler: {Path(compiler).name} {version} of p4lang/p4c{commit}. Its output is assembly and
+reports; the tables are of the reports (`resources.json`, `phv.json`). That tree has no assembler and no model of the chip, so **nothing has
 run the program**.
 
 {driver.table(head, rows)}
 
-A pair is: used, of all that one pipe of the chip has. An SRAM block is 16 KiB. PHV: bits of the containers that are
-used. A job with a window of 64 chunks has {
-        JOB_SLOTS
-    } slots. parents: whether a job may have a parent, in a tree of switches.
+values: of 32 bits, in a packet. parents: whether a job may have a parent, in a tree of switches (`NETFOLD_LEAF`). jobs:
+at once, each with the largest window, of 64 chunks, and so {JOB_SLOTS} slots. The last five columns are what one pipe
+has, and what of it is used: stages; blocks of SRAM (16 KiB) and of TCAM; stateful ALUs; PHV in whole containers.
 
 ## By stage
 
@@ -175,14 +166,13 @@ def _pair(pair: tuple[int, int]) -> str:
     return f"{pair[0]} of {pair[1]}"
 
 
-def _stages(title: str, report: Report) -> str:
+def _stages(report: Report) -> str:
     rows = []
     for stage, sram, tcam, tables, registers in report.by_stage:
-        sums = [each for each in registers if each.startswith("sum_")]
-        others = [f"`{each}`" for each in registers if not each.startswith("sum_")]
-        kinds = Counter({"values": len(sums)})
-        rows.append([stage, tables, sram, tcam, ", ".join([*others, *([f"{kinds['values']} values"] if sums else [])])])
-    return f"{title}:\n\n{driver.table('stage | tables | SRAM | TCAM | registers', rows)}"
+        sums = sum(each.startswith("sum_") for each in registers)
+        held = [f"`{each}`" for each in registers if not each.startswith("sum_")] + ([f"{sums} values"] if sums else [])
+        rows.append([stage, tables, sram, tcam, ", ".join(held)])
+    return driver.table("stage | tables | SRAM | TCAM | registers", rows)
 
 
 def _without_paths(error: str) -> str:

@@ -123,15 +123,34 @@ control Values(inout headers_t hdr, in metadata_t meta, in step_t step) {
 }
 
 #define LITERAL(text) #text
-// Tofino 2 has 48 containers of 32 bits in which a packet's fields can be computed, and 72 of 16.
-#define WHOLE(i) @pa_container_size("ingress", LITERAL(hdr.values.v##i), 32)
-#define HALVES(i) @pa_container_size("ingress", LITERAL(hdr.values.v##i), 16)
-EACH_0(WHOLE)
-#if NETFOLD_VALUES >= 16
-EACH_8(WHOLE)
-#endif
-#if NETFOLD_VALUES >= 32
-EACH_16(HALVES)
+// Tofino 2 has 48 containers of 32 bits in which a packet's fields can be computed. A value's bytes are swapped within
+// one; egress leaves them to ingress.
+#define PLACE(i) @pa_container_size("ingress", LITERAL(hdr.values.v##i), 32)
+EACH(PLACE)
+@pa_container_size("ingress", "hdr.udp.src", 16)
+@pa_container_size("ingress", "hdr.udp.dst", 16)
+@pa_container_size("ingress", "hdr.udp.length", 16)
+@pa_container_size("ingress", "hdr.udp.checksum", 16)
+@pa_container_size("egress", "hdr.ethernet.dst", 16)
+@pa_container_size("egress", "hdr.ethernet.src", 16)
+@pa_container_size("egress", "hdr.ipv4.src", 16)
+@pa_container_size("egress", "hdr.ipv4.dst", 16)
+@pa_container_size("egress", "hdr.udp.src", 16)
+@pa_container_size("egress", "hdr.udp.dst", 16)
+@pa_container_size("egress", "hdr.netfold.job", 16)
+@pa_container_size("egress", "hdr.netfold.epoch", 16)
+@pa_container_size("egress", "hdr.netfold.incarnation", 16)
+// A pair of whole words reaches a stateful ALU without a hash function, of which a stage has few.
+@pa_container_size("ingress", "hdr.netfold.operation", 32)
+@pa_container_size("ingress", "hdr.netfold.elements", 32)
+@pa_container_size("ingress", "hdr.netfold.shape", 32)
+#if __TARGET_TOFINO__ == 1
+@pa_container_size("ingress", "meta.job.id", 32)
+@pa_container_size("ingress", "meta.job.epoch", 32)
+@pa_container_size("ingress", "meta.job.incarnation", 32)
+@pa_container_size("ingress", "meta.job.base", 32)
+@pa_container_size("ingress", "meta.absent", 32)
+@pa_container_size("ingress", "meta.slot", 32)
 #endif
 control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
