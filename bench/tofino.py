@@ -148,8 +148,8 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
     commit = f", commit {compiler_commit}" if compiler_commit else ""
     by_stage = "\n\n".join(details)
     return f"""Compiler: {Path(compiler).name} {version} of p4lang/p4c{commit}. Its output is assembly and
-reports; the tables are of the reports (`resources.json`, `phv.json`). That tree has no assembler and no model of the chip, so **nothing has
-run the program**.
+reports; the tables are of the reports (`resources.json`, `phv.json`). That tree has no assembler and no model of the
+chip, so **nothing has run the program**.
 
 {driver.table(head, rows)}
 
