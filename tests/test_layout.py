@@ -22,13 +22,14 @@ MAY_INCLUDE = {
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "device": {"engine", "collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
-    "nccl": {"collective", "transport", "auth"},
+    "control": {"collective", "protocol", "transport", "auth"},
+    "nccl": {"control", "collective", "transport", "auth"},
     "dev/delay_link": {"transport"},
-    "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "device", "dataplane"},
+    "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "device", "dataplane", "control"},
     # P4: it includes nothing of C++.
     "p4": set(),
     # The bindings' conversions include protocol.
-    "dev/bind": {"model_check", "delay_link", "protocol"},
+    "dev/bind": {"model_check", "delay_link", "control", "collective", "protocol", "transport", "auth"},
 }
 
 

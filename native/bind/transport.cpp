@@ -1,18 +1,14 @@
 // netfold._native.transport: ports for packets, as far as joining a switch needs them from Python.
 #include "transport.hpp"
 
-#include <poll.h>
-#include <netfold/engine/event.hpp>
-#include <netfold/protocol/packet.hpp>
+#include <netfold/control/path_probe.hpp>
 #include <netfold/transport/fabric/strict_endpoint.hpp>
 
 #include "auth.hpp"
 #include "convert.hpp"
 
-using netfold::engine::now_ns;
-namespace auth = netfold::auth;
+namespace control = netfold::control;
 namespace fabric = netfold::transport::fabric;
-namespace protocol = netfold::protocol;
 namespace transport = netfold::transport;
 using transport::Datagrams;
 
@@ -33,63 +29,15 @@ std::unique_ptr<Datagrams> DataPort::take() {
 
 namespace {
 
-// Sends a hello of `packet_bytes` every 20 ms, with a MAC if there is a key, until the switch sends it back. Returns
-// the packet number that came back: the nonce, or the proof of a switch on a fabric.
-std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint32_t incarnation, std::uint16_t worker,
-                                   std::uint64_t nonce, std::size_t packet_bytes, const std::optional<nb::bytes>& key,
-                                   std::int64_t timeout_ns) {
-  constexpr std::int64_t kRetryNs = 20'000'000;
+std::optional<std::uint64_t> hello(const DataPort& self, std::uint32_t job, std::uint32_t incarnation,
+                                   std::uint16_t worker, std::uint64_t nonce, std::size_t packet_bytes,
+                                   const std::optional<nb::bytes>& key, std::int64_t timeout_ns) {
   Datagrams& port = self.connected();
-  std::optional<auth::PacketAuthenticator> authenticator;
-  if (key) authenticator.emplace(key_of(*key));
-  nb::gil_scoped_release release;
-  const std::size_t bytes = std::max(packet_bytes, protocol::kHeaderBytes);
-  std::vector<std::byte> packet(bytes + (key ? auth::kMacBytes : 0));
-  protocol::Header header{.flags = protocol::kHello, .job = job, .incarnation = incarnation};
-  header.packet_number = nonce;
-  header.worker = worker;
-  protocol::write_header(header, packet.data());
-  if (authenticator) {
-    const iovec authenticated{packet.data(), bytes};
-    authenticator->mac(protocol::nonce_of(packet.data(), bytes), {&authenticated, 1}, packet.data() + bytes);
-  }
-  std::optional<std::uint64_t> back;
-  const auto read = [&](std::span<const std::byte> received) {
-    if (received.size() != packet.size()) return;
-    const auto view = protocol::PacketView::parse(received);
-    if (!view) return;
-    protocol::Header with_nonce = view->header();
-    with_nonce.packet_number = nonce;
-    if (!(with_nonce == header)) return;
-    if (authenticator && !authenticator->verify(protocol::nonce_of(received.data(), bytes), received)) return;
-    back = view->header().packet_number;
-  };
-  const auto take = [&](std::span<const Datagrams::PacketTrain> batch) {
-    for (const auto& train : batch) {
-      if (train.source == self.to) transport::for_each_packet(train, read);
-    }
-  };
-  const iovec whole{packet.data(), packet.size()};
-  const std::int64_t deadline = now_ns() + timeout_ns;
-  while (!back && now_ns() < deadline) {
-    Datagrams::Run run{.to = self.to, .pieces = {&whole, 1}, .packet_bytes = packet.size()};
-    const std::uint64_t refused = port.counters().send_errors;
-    port.send({&run, 1});
-    // A packet of this length does not even leave the host.
-    if (port.counters().send_errors > refused && port.counters().last_send_errno == EMSGSIZE) return std::nullopt;
-    const std::int64_t again = std::min(deadline, now_ns() + kRetryNs);
-    while (!back) {
-      if (port.receive(take)) continue;
-      const std::int64_t left_ns = again - now_ns();
-      if (left_ns <= 0) break;
-      const auto hint = port.wait_hint(false);
-      pollfd wait{hint.fd, hint.events, 0};
-      const auto timeout =
-          transport::timespec_of(hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns));
-      ::ppoll(&wait, hint.fd < 0 ? 0 : 1, &timeout, nullptr);
-    }
-  }
-  return back;
+  std::optional<netfold::auth::Key> mac_key;
+  if (key) mac_key = key_of(*key);
+  return without_gil([&] {
+    return control::exchange_hello(port, self.to, {job, incarnation, worker, nonce, packet_bytes}, mac_key, timeout_ns);
+  });
 }
 
 }  // namespace

@@ -1,17 +1,12 @@
 #include "settings.hpp"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-#include <netfold/transport/socket.hpp>
+#include <netfold/auth/private_file.hpp>
 
 #include <algorithm>
 #include <atomic>
 #include <cctype>
-#include <cerrno>
 #include <charconv>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -29,29 +24,18 @@ void log(int level, const std::string& text) {
     logger(level, kInitAndNet, __FILE__, __LINE__, "NET/netfold: %s", text.c_str());
 }
 
-// The rules are those of every netfold process: a regular file of this user or root that no other user may read, with 32
-// to 256 letters and digits. No error has any of its content.
 std::string read_secret(const std::string& path) {
   if (path.empty()) return {};
-  const auto refuse = [&](const std::string& why) -> std::runtime_error {
-    return std::runtime_error("NETFOLD_SECRET_FILE=" + path + ": " + why);
-  };
-  const transport::Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  struct stat about{};
-  if (!file || ::fstat(file.get(), &about) != 0) throw refuse(std::strerror(errno));
-  if (!S_ISREG(about.st_mode) || (about.st_uid != 0 && about.st_uid != ::geteuid())) {
-    throw refuse("it is no file of this user or of root");
-  }
-  if ((about.st_mode & 077) != 0) throw refuse("it can be read by others: chmod 600");
-  std::string text(kMostSecretBytes + 2, '\0');
-  const ssize_t bytes = ::read(file.get(), text.data(), text.size());
-  text.resize(static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.pop_back();
   const auto is_allowed = [](char each) { return std::isalnum(static_cast<unsigned char>(each)) != 0; };
-  if (text.size() < kLeastSecretBytes || text.size() > kMostSecretBytes || !std::ranges::all_of(text, is_allowed)) {
-    throw refuse("it has to hold 32 to 256 letters and digits, such as `openssl rand -hex 32` prints");
+  try {
+    std::string text = auth::read_private(path);
+    if (text.size() < kLeastSecretBytes || text.size() > kMostSecretBytes || !std::ranges::all_of(text, is_allowed)) {
+      throw std::runtime_error("it has to hold 32 to 256 letters and digits, such as `openssl rand -hex 32` prints");
+    }
+    return text;
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error("NETFOLD_SECRET_FILE=" + path + ": " + error.what());
   }
-  return text;
 }
 
 std::string_view variable(const char* name) {

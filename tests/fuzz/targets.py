@@ -18,11 +18,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
 MEMORY_MB = 2048  # a target that uses more memory breaks an invariant
-NAMES = ("packet", "switch_job", "leaf", "worker")
+NAMES = ("packet", "switch_job", "leaf", "worker", "msgpack")
 # The whole parser with its checks. Kernels have tests of their own, and are linked as they were built.
-SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
+SOURCES = [*sorted((NATIVE / "protocol").glob("*.cpp")), NATIVE / "control" / "msgpack.cpp"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
-FLAGS += [f"-I{NATIVE / folder / 'include'}" for folder in ("protocol", "kernels")]
+FLAGS += [f"-I{NATIVE / folder / 'include'}" for folder in ("protocol", "kernels", "control")]
 
 
 def corpus(name: str) -> Path:

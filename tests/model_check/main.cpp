@@ -1,6 +1,7 @@
 // Runs one search with the machines that are linked in (mutants.py).
-// Arguments: workers, leaves (as 1,1 or -), window, restarts, whether the network holds another job's packets, whether it
-// is merged, numbers, timeouts, the operations, and, behind a 0, the last worker's where it calls others.
+// Arguments: workers, leaves (as 1,1 or -), window, restarts; whether the network holds another job's packets, and
+// whether it is merged; numbers, timeouts, pipelines, chunk_bits; whether a pipeline outlives a restart, and whether the
+// last worker is a rogue. Then the operations, and behind a 0 the last worker's where it calls others.
 // Output: the report and the trace's records, a line each, as fields separated by tabs.
 // With the single argument `hellos`: the promise that search_validation finds broken.
 #include <netfold/model_check/search.hpp>
@@ -15,7 +16,7 @@ int main(int count, char** arguments) {
     std::fputs(search_validation(3).broken.c_str(), stdout);
     return 0;
   }
-  if (count < 10) return 2;
+  if (count < 14) return 2;
   const auto number = [&](int at) { return static_cast<std::uint32_t>(std::strtoul(arguments[at], nullptr, 10)); };
   Scope scope{.workers = static_cast<std::uint16_t>(number(1)), .window = number(3), .restarts = number(4)};
   for (const char* at = arguments[2]; *at != '\0'; ++at) {
@@ -25,8 +26,12 @@ int main(int count, char** arguments) {
   if (number(6) != 0) scope.network = Network::merged;
   scope.numbers = number(7);
   scope.timeouts = number(8);
+  scope.pipelines = number(9);
+  scope.chunk_bits = number(10);
+  scope.outlives = number(11) != 0;
+  scope.rogue = number(12) != 0;
   std::vector<std::uint32_t>* line = &scope.operations;
-  for (int at = 9; at < count; ++at) {
+  for (int at = 13; at < count; ++at) {
     if (number(at) == 0) {
       line = &scope.last;
     } else {

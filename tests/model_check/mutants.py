@@ -1,6 +1,7 @@
 """Machines with one check missing, each made from the production source, and the search that must catch it.
 
-A mutant replaces texts that occur exactly once in a source of native/protocol. The changed source is compiled and
+A mutant replaces texts that occur exactly once in a source of native/protocol, or in the search's machine of a Tofino.
+The changed source is compiled and
 linked with the search; production has no switch to turn a check off. Where a text is not found, the code has changed:
 find the check's new place, and change the mutant.
 
@@ -25,12 +26,14 @@ from netfold.sim import diagram
 
 ROOT = Path(__file__).parents[2]
 PROTOCOL = ROOT / "native" / "protocol"
+MODEL_CHECK = ROOT / "native" / "dev" / "model_check"
 MAIN = Path(__file__).with_name("main.cpp")
 COMPILE = ["c++", "-std=c++20", "-O0", "-ffp-contract=off"]
 INCLUDES = [f"-I{ROOT / 'native' / folder / 'include'}" for folder in ("dev/model_check", "protocol", "kernels")]
 
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
+CHANGES = "the result of chunk"
 DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
 SAME_CALL = "a mismatch names a worker with the reader's own call"
 NOT_RESENT = "a worker does not send again what a NACK names"
@@ -39,11 +42,12 @@ STUCK = "from here, with all packets lost, no sequence of retransmissions leads 
 
 SWITCH, WORKER, PARENT_SENDER, GAP_DETECTOR = "switch_job.cpp", "worker.cpp", "parent_sender.cpp", "gap_detector.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
+TOFINO = "tofino_job.cpp"
 ADDRESS_VALIDATION = "include/netfold/protocol/address_validation.hpp"
 # The source to compile where a header changes.
 BUILT_FROM = {
     SWITCH_HEADER: PROTOCOL / SWITCH,
-    ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "validation_search.cpp",
+    ADDRESS_VALIDATION: MODEL_CHECK / "validation_search.cpp",
 }
 
 
@@ -61,6 +65,11 @@ OPENS = "if (header.chunk > slot.chunk) {"
 WINDOW = "if (header.chunk != slot.chunk + slot_count() || !slot.complete) return drop(Drop::window);"
 EPOCH = "if (header.epoch != config_.epoch) return {};"
 INCARNATION = "if (header.incarnation != config_.incarnation) return {};"
+
+# The smallest scope of a Tofino's pipeline, in which it has a slot for every other chunk.
+TOFINO_PAIR = Scope(operations="3", pipelines="root", chunk_bits=3)
+
+TOFINO_KEPT = "handled.outcome = config_.parent && !had_result ? Outcome::resend_sum : Outcome::resend_result;"
 
 MISMATCH_DROPPED = "return drop(Drop::malformed);\n  }\n  // A result"
 
@@ -302,6 +311,107 @@ MUTANTS = {
         "a leaf does not send a sum that a worker asks for",
         ((PARENT_SENDER, "    make_due(slot);\n    return;", "    return;"),),
     ),
+    # The hardware profile: a pipeline that outlives its control plane, and pipelines in trees.
+    "pipeline-outlived-incarnation": Mutant(
+        Scope(operations="2", restarts=1, pipelines="root", outlives=1),
+        WRONG,
+        ((WORKER, INCARNATION.format("drop(Drop::incarnation)"), ""),),
+    ),
+    "pipeline-leaf-resent-sum": Mutant(
+        Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, pipelines="0"),
+        STUCK,
+        ((SWITCH, "if (!summed(slot)) return drop(Drop::duplicate);", "return drop(Drop::duplicate);"),),
+    ),
+    "pipeline-root-kept-result": Mutant(
+        Scope(leaves="1,1", operations="1", numbers=8, pipelines="root"),
+        STUCK,
+        ((SWITCH, "handled.outcome = Outcome::resend_result;\n    return handled;", "return drop(Drop::duplicate);"),),
+    ),
+    # A Tofino's pipeline.
+    "tofino-bitmap-not-cleared": Mutant(
+        TOFINO_PAIR, WRONG, ((TOFINO, "had = opens ? 0 : slot.workers;", "had = slot.workers;"),)
+    ),
+    "tofino-bitmap": Mutant(TOFINO_PAIR, WRONG, ((TOFINO, "if ((had & member) != 0) {", "if (false) {"),)),
+    "tofino-stale": Mutant(TOFINO_PAIR, WRONG, ((TOFINO, "if (ahead < 0) {", "if (false) {"),)),
+    # The low bit of a round of the slots in place of the chunk number, as SwitchML.
+    "tofino-version-bit": Mutant(
+        Scope(operations="6", pipelines="root", chunk_bits=4),
+        WRONG,
+        ((TOFINO, "compared(static_cast<std::uint64_t>(chunk - before));", "(chunk ^ before) & config_.slots();"),),
+    ),
+    "tofino-adds-a-copy-to-a-kept-result": Mutant(
+        TOFINO_PAIR, CHANGES, ((TOFINO, "if (!reads) sum = opens", "sum = opens"),)
+    ),
+    "tofino-no-kept-result": Mutant(
+        TOFINO_PAIR,
+        STUCK,
+        ((TOFINO, TOFINO_KEPT, "handled.drop = Drop::duplicate;"),),
+    ),
+    "tofino-half-the-slots": Mutant(
+        TOFINO_PAIR, STUCK, ((TOFINO, "& (config_.slots() - 1);", "& (config_.slots() / 2 - 1);"),)
+    ),
+    "tofino-opens-with-the-sum-so-far": Mutant(
+        TOFINO_PAIR, WRONG, ((TOFINO, "sum = opens || from_parent ?", "sum = from_parent ?"),)
+    ),
+    "tofino-job": Mutant(
+        Scope(operations="2", foreign_packets=1, pipelines="root", chunk_bits=3),
+        WRONG,
+        ((TOFINO, "if (header.job != config_.job) return Drop::foreign;", ""),),
+    ),
+    "tofino-epoch": Mutant(
+        Scope(operations="2", restarts=1, pipelines="root", chunk_bits=3),
+        WRONG,
+        ((TOFINO, EPOCH.format("Drop::epoch"), ""),),
+    ),
+    "tofino-incarnation": Mutant(
+        Scope(operations="2", restarts=1, pipelines="root", chunk_bits=3),
+        WRONG,
+        ((TOFINO, INCARNATION.format("Drop::incarnation"), ""),),
+    ),
+    "tofino-agreement": Mutant(
+        Scope(operations="1,1", last="2", pipelines="root", chunk_bits=3),
+        DISAGREED,
+        ((TOFINO, "const bool differs = slot.call != call;", "const bool differs = false;"),),
+    ),
+    "tofino-silent-mismatch": Mutant(
+        Scope(operations="1,1", last="2", pipelines="root", chunk_bits=3),
+        STUCK,
+        (
+            (
+                TOFINO,
+                "  } else if (differs) {\n    handled.outcome = Outcome::mismatch;",
+                "  } else if (differs) {\n    handled.drop = Drop::malformed;",
+            ),
+        ),
+    ),
+    # Workers get a Tofino leaf's own sum before the parent's result has come, or that of the slot's next chunk.
+    "tofino-leaf-result": Mutant(
+        Scope(leaves="1,1", operations="1", pipelines="0", chunk_bits=3),
+        WRONG,
+        ((TOFINO, "config_.parent && !had_result ? Outcome::resend_sum : Outcome", "Outcome"),),
+    ),
+    "tofino-leaf-complete": Mutant(
+        Scope(leaves="1,1", operations="3", pipelines="0", chunk_bits=3),
+        WRONG,
+        ((TOFINO, "if (opens) slot.has_result = false;", ""),),
+    ),
+    "tofino-leaf-resent-sum": Mutant(
+        Scope(leaves="1,1", operations="1", pipelines="0", chunk_bits=3),
+        STUCK,
+        (
+            (
+                TOFINO,
+                TOFINO_KEPT,
+                "if (had_result || !config_.parent) handled.outcome = Outcome::resend_result;"
+                "else handled.drop = Drop::duplicate;",
+            ),
+        ),
+    ),
+    "tofino-leaf-epoch": Mutant(
+        Scope(leaves="1,1", operations="1", restarts=1, pipelines="0", chunk_bits=3),
+        WRONG,
+        ((TOFINO, "if (header.epoch != config_.parent->epoch) return Drop::epoch;", ""),),
+    ),
     # The worker exceeds its window, and the switch does not check it.
     "worker-window": Mutant(
         Scope(operations="4"),
@@ -346,7 +456,8 @@ def make(mutant: Mutant, folder: Path) -> Path:
     """Compile the mutant into `folder`; return the program."""
     texts: dict[str, str] = {}
     for source, text, instead in mutant.edits:
-        before = texts.get(source) or (PROTOCOL / source).read_text()
+        folder_of = MODEL_CHECK if source == TOFINO else PROTOCOL
+        before = texts.get(source) or (folder_of / source).read_text()
         texts[source] = change(before, text, instead, source)
     compiled = []
     for source, text in texts.items():
@@ -358,7 +469,17 @@ def make(mutant: Mutant, folder: Path) -> Path:
     # The linker takes the changed machines first, and not those of the libraries. Mutants without a changed header
     # share one object of main.cpp.
     main = str(MAIN) if any(source in BUILT_FROM for source in texts) else _main_object()
-    command = [*COMPILE, f"-I{folder / 'include'}", *INCLUDES, main, *compiled, *libraries, "-o", str(program)]
+    command = [
+        *COMPILE,
+        f"-I{folder / 'include'}",
+        *INCLUDES,
+        f"-I{MODEL_CHECK}",
+        main,
+        *compiled,
+        *libraries,
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True, timeout=300)
     return program
 
@@ -385,6 +506,7 @@ def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     scope = mutant.scope
     arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.foreign_packets]
     arguments += [int(scope.network == "merged"), scope.numbers, scope.timeouts]
+    arguments += [scope.pipeline_bits, scope.chunk_bits, scope.outlives, scope.rogue]
     arguments += scope.operations.split(",")
     if scope.last:
         arguments += [0, *scope.last.split(",")]

@@ -67,6 +67,18 @@ def test_an_answer_to_an_abandoned_attempt_is_not_counted() -> None:
     assert replay_recovery(scope, [*trace, "step 0 0"]) == ""
 
 
+def test_a_pipeline_answers_after_its_control_plane_ended() -> None:
+    # Rank 0 has lost the switch and stopped. Its contribution is on the way: the chunk becomes complete, and its result
+    # reaches rank 1, which keeps it for rank 0.
+    steps = ["call 0", "call 1", "lose 0 1", "result 1 1 0", "hear 1 0 Freeze(1)"]
+    kept = ["fetched 0 [[0,[0,0]]]", "hear 1 0 Recover(1,0,2,1,[],True)"]
+    scope = RecoveryScope(operations="2")
+    assert replay_recovery(scope, [*steps, *kept]) == ""
+    for stopped in ("result 0 1 0", "result 1 1 1"):
+        with pytest.raises(ValueError, match=f"{stopped}, cannot happen then"):
+            replay_recovery(scope, [*steps, stopped])
+
+
 def test_a_duplicate_message_is_no_second_task() -> None:
     # Before the search, each copy of a Rejoin waited in a queue without a bound.
     scope = RecoveryScope(operations="1", attempts=1)

@@ -53,6 +53,10 @@ class Scope:
     network: str = "monotone"  # monotone, merged or exact
     numbers: int = 0  # distance between packet numbers; 0: packets have no numbers
     timeouts: int = 0  # with numbers: timeouts of each worker, and repeated requests for a sum to each leaf
+    pipelines: str = ""  # switches by the hardware profile, as "root,1": the switch, or root, and leaf 1
+    chunk_bits: int = 0  # pipelines are Tofino's, and compare so many bits of a chunk; 0: bmv2's
+    outlives: int = 0  # 1: a pipeline goes on after a restart of the switch, beside the new one
+    rogue: int = 0  # 1: the last worker breaks the rule of the window
     max_states: int = 0  # stop at this many; 0: no bound but that of the counter
 
     def command(self) -> str:
@@ -70,12 +74,20 @@ class Scope:
             arguments[name] = [int(chunks) for chunks in arguments[name].split(",") if chunks]
         arguments["foreign_packets"] = bool(self.foreign_packets)
         arguments["leaves"] = self.below
+        arguments["pipelines"] = self.pipeline_bits
+        arguments |= {"outlives": bool(self.outlives), "rogue": bool(self.rogue)}
         return arguments
 
     @property
     def below(self) -> list[int]:
         """The number of workers below each leaf."""
         return [int(workers) for workers in self.leaves.split(",")] if self.leaves else []
+
+    @property
+    def pipeline_bits(self) -> int:
+        """The switches by the hardware profile: bit 0 the switch, or root, and bit 1 + f leaf f."""
+        names = self.pipelines.split(",") if self.pipelines else []
+        return sum(1 << (0 if name == "root" else 1 + int(name)) for name in names)
 
 
 def search(scope: Scope) -> Any:
@@ -105,6 +117,10 @@ def sentence(scope: Scope, report: Any) -> str:
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     others = f" (the last worker {scope.last})" if scope.last else ""
     others += ", another job's packets" if scope.foreign_packets else ""
+    others += f", {'Tofino' if scope.chunk_bits else 'P4'} pipelines {scope.pipelines}" if scope.pipelines else ""
+    others += f" with chunks of {scope.chunk_bits} bits" if scope.chunk_bits else ""
+    others += " that outlive their control plane" if scope.outlives else ""
+    others += ", the last worker breaks the window's rule" if scope.rogue else ""
     others += f", numbers {scope.numbers} apart, {scope.timeouts} timers" if scope.numbers else ""
     return (
         f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "

@@ -12,7 +12,7 @@ of each operation), and the arithmetic of plans. The search models what surround
                switch. A rank for which one is due notices the loss: switch_watch.py searches that `SwitchWatch` does
                so in time, for all replies. Its wrong beliefs are among those searched here. A leaf of a tree that never
                comes back is such a loss too: no result reaches its ranks any more, while results that exist may reach
-               other ranks.
+               other ranks. So is a pipeline whose control plane ended: it adds and answers on.
     messages   A message between ranks may arrive at any time, late, twice or in any order. A reply that counts arrives
                at once: while a real reply is in flight, the rank that gave it is frozen, or has one more task, and may
                as well do before or after the reply what it does meanwhile.

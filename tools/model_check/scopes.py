@@ -47,6 +47,51 @@ QUICK = {
     "numbered-leaf": Scope(workers=1, leaves="1", window=2, operations="3", numbers=8),
     "numbered-leaf-asked": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, timeouts=1),
     "numbered-leaf-lost": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, restarts=1),
+    # The hardware profile. Without numbers netfold.p4 is the switch of the scopes above; with numbers it has no NACKs.
+    "pipeline": Scope(workers=2, window=2, operations="2", numbers=8, timeouts=1, pipelines="root"),
+    "pipeline-streamed": Scope(workers=1, window=2, operations="2,2", numbers=8, timeouts=1, pipelines="root"),
+    "pipeline-window-of-three": Scope(workers=1, window=3, operations="3", numbers=4, timeouts=1, pipelines="root"),
+    "pipeline-restarted": Scope(workers=2, window=2, operations="2", numbers=8, restarts=1, pipelines="root"),
+    # The control plane dies, and another switch comes up: the old pipeline answers the old generation beside it.
+    "pipeline-outlives": Scope(workers=2, window=1, operations="3", restarts=1, pipelines="root", outlives=1),
+    "pipeline-outlives-disagreed": Scope(operations="1,1", last="2", restarts=1, pipelines="root", outlives=1),
+    # Trees with a pipeline: as a leaf, which ignores the NACKs of a root in software; as the root; as both.
+    "pipeline-leaf": Scope(workers=1, leaves="1", window=2, operations="3", numbers=8, pipelines="0"),
+    "pipeline-leaf-asked": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, timeouts=1, pipelines="0"),
+    "pipeline-leaf-lost": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, restarts=1, pipelines="0"),
+    "pipeline-beside-a-leaf": Scope(leaves="1,1", window=1, operations="2", numbers=8, timeouts=1, pipelines="0"),
+    "pipeline-root": Scope(workers=1, leaves="1", window=2, operations="3", numbers=8, pipelines="root"),
+    "pipeline-root-asked": Scope(
+        workers=1, leaves="1", window=2, operations="2", numbers=8, timeouts=1, pipelines="root"
+    ),
+    "pipeline-root-lost": Scope(
+        workers=1, leaves="1", window=2, operations="2", numbers=8, restarts=1, pipelines="root"
+    ),
+    "pipelines": Scope(leaves="1,1", window=1, operations="2", numbers=8, timeouts=1, pipelines="root,0,1"),
+    # netfold_tna.p4: a slot moves on before its bitmap is read. Chunk numbers are as long as their bits allow.
+    "tofino": Scope(workers=3, window=1, operations="4", pipelines="root", chunk_bits=3),
+    "tofino-streamed": Scope(workers=2, window=2, operations="2,1,3", pipelines="root", chunk_bits=4),
+    "tofino-restarted": Scope(workers=2, window=1, operations="3", restarts=1, pipelines="root", chunk_bits=3),
+    "tofino-outlives": Scope(operations="3", restarts=1, pipelines="root", chunk_bits=3, outlives=1),
+    "tofino-disagreed": Scope(workers=3, operations="1,2", last="1,1,1", pipelines="root", chunk_bits=3),
+    "tofino-disagreed-streamed": Scope(window=2, operations="1,2,1", last="1,1,2", pipelines="root", chunk_bits=4),
+    "tofino-disagreed-restarted": Scope(operations="1,1", last="2", restarts=1, pipelines="root", chunk_bits=3),
+    "tofino-foreign": Scope(workers=2, operations="4", foreign_packets=1, pipelines="root", chunk_bits=3),
+    "tofino-numbered": Scope(
+        workers=2, window=2, operations="2", numbers=8, timeouts=1, pipelines="root", chunk_bits=4
+    ),
+    "tofino-exact": Scope(workers=2, operations="2", network="exact", pipelines="root", chunk_bits=3),
+    # Trees with a Tofino: all of its switches, a leaf under a root in software, a root over leaves in software.
+    "tofino-leaves": Scope(workers=3, leaves="2,1", operations="3", pipelines="root,0,1", chunk_bits=3),
+    "tofino-leaf": Scope(leaves="1,1", operations="3", pipelines="0", chunk_bits=3),
+    "tofino-root": Scope(leaves="1,1", operations="3", pipelines="root", chunk_bits=3),
+    "tofino-leaf-lost": Scope(leaves="1,1", operations="2", restarts=1, pipelines="0", chunk_bits=3),
+    "tofino-leaf-disagreed": Scope(workers=3, leaves="1,2", operations="1,1", last="2", pipelines="0", chunk_bits=3),
+    "tofino-leaf-numbered": Scope(
+        workers=1, leaves="1", window=2, operations="3", numbers=8, pipelines="0", chunk_bits=4
+    ),
+    # A worker that contributes whatever chunk it likes: the other workers' sums stay right and alike.
+    "rogue": Scope(workers=3, window=1, operations="2", rogue=1),
     # A network that takes and copies packets, as real ones do; the other views are compared with it.
     "exact": Scope(workers=2, window=1, operations="3", network="exact"),
 }
@@ -72,6 +117,23 @@ LARGE = {
     "numbered-four-of-three": Scope(workers=1, window=3, operations="4", numbers=4, timeouts=1),
     "numbered-leaf-four": Scope(workers=1, leaves="1", window=2, operations="4", numbers=8),
     "numbered-leaves": Scope(workers=2, leaves="1,1", window=2, operations="2", numbers=8),
+    "pipeline-outlives-three": Scope(
+        workers=3, operations="3", restarts=1, network="merged", pipelines="root", outlives=1
+    ),
+    "pipeline-three-chunks": Scope(workers=2, window=2, operations="3", numbers=8, pipelines="root"),
+    "pipeline-beside-a-leaf-of-two": Scope(workers=2, leaves="1,1", window=2, operations="2", numbers=8, pipelines="0"),
+    "pipeline-over-leaves": Scope(workers=2, leaves="1,1", window=2, operations="2", numbers=8, pipelines="root"),
+    "tofino-wide": Scope(workers=3, window=2, operations="6", pipelines="root", chunk_bits=4),
+    "tofino-three-restarted-twice": Scope(
+        workers=3, operations="4", restarts=2, network="merged", pipelines="root", chunk_bits=3
+    ),
+    "tofino-disagreed-wide": Scope(
+        workers=3, window=2, operations="1,3", last="1,2,1", network="merged", pipelines="root", chunk_bits=4
+    ),
+    "tofino-leaves-lost": Scope(
+        workers=3, leaves="2,1", operations="2", restarts=1, network="merged", pipelines="root,0,1", chunk_bits=3
+    ),
+    "rogue-three-chunks": Scope(workers=3, window=1, operations="3", rogue=1),
     "four": Scope(workers=4, window=1, operations="4", restarts=1, network="merged"),
 }
 

@@ -21,6 +21,10 @@ Scope scope_of(const nb::kwargs& fields) {
   read("restarts", scope.restarts);
   read("numbers", scope.numbers);
   read("timeouts", scope.timeouts);
+  read("pipelines", scope.pipelines);
+  read("chunk_bits", scope.chunk_bits);
+  read("outlives", scope.outlives);
+  read("rogue", scope.rogue);
   if (fields.contains("max_states")) read("max_states", scope.max_states);
   const auto network = field<std::string>(fields, "network");
   if (network == "merged") {

@@ -44,8 +44,8 @@ void StateTable::observe_number(SwitchState& state, const Header& header, Step& 
   Packet sent = answer_to(state, header.worker);
   sent.nack = true;
   sent.chunk = gap.first;
-  sent.bytes.resize(state.machine.packet_bytes());
-  state.machine.write_nack(header.worker, gap, 0, sent.bytes.data());  // the number is only a nonce
+  sent.bytes.resize(state.job().packet_bytes());
+  state.job().write_nack(header.worker, gap, 0, sent.bytes.data());  // the number is only a nonce
   step.sent.push_back(packet_id(std::move(sent)));
 }
 
@@ -56,7 +56,7 @@ void StateTable::send_sums(SwitchState& state, const Allowed& allowed, Step& ste
       state.sender.not_sent(send->slot);
       continue;
     }
-    const auto sum = state.machine.sum(send->slot, send->packet_number);
+    const auto sum = state.job().sum(send->slot, send->packet_number);
     const std::uint64_t chunk = protocol::PacketView::parse(sum)->header().chunk;
     if (send->packet_number <= numbers.newest || send->packet_number / scope_.numbers >= kMaxNumbers) {
       step.broken = "a leaf reuses a packet number, or sends without end";

@@ -3,6 +3,7 @@
 #include <netfold/protocol/worker.hpp>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -39,6 +40,18 @@ void check(const Scope& scope, std::uint64_t chunks) {
   require(scope.numbers == 0 || (scope.last.empty() && scope.network == Network::monotone &&
                                  scope.numbers * kMaxNumbers <= std::numeric_limits<std::uint32_t>::max()),
           "a scope with packet numbers has a monotone network, and all of its workers call the same");
+  require(scope.pipelines >> (1 + scope.leaves.size()) == 0, "a scope has no pipelines beside its switches");
+  require(scope.chunk_bits == 0 || (scope.pipelines != 0 && scope.chunk_bits <= kMostChunkBits),
+          "chunk_bits, up to " + std::to_string(kMostChunkBits) + ", is for pipelines");
+  require(scope.chunk_bits == 0 || std::bit_ceil(2 * scope.window) < 1U << (scope.chunk_bits - 1),
+          "a pipeline has more chunk numbers of each sign than slots");
+  require(!scope.rogue || scope.chunk_bits <= 3, "a rogue worker's pipeline compares at most 3 bits of a chunk");
+  require(!scope.outlives || (scope.pipelines == 1 && scope.leaves.empty() && scope.restarts == 1),
+          "a pipeline without leaves outlives one restart");
+  require(!scope.rogue || (scope.leaves.empty() && scope.workers > 1 && scope.operations.size() == 1 &&
+                           scope.last.empty() && scope.restarts == 0 && scope.numbers == 0 && chunks <= kRogueChunks),
+          "a rogue worker has others beside it, and is below no leaf; all call one operation of up to " +
+              std::to_string(kRogueChunks) + " chunks, without restarts and numbers");
   const auto below = std::accumulate(scope.leaves.begin(), scope.leaves.end(), std::uint32_t{0});
   require(scope.leaves.empty() || (std::ranges::none_of(scope.leaves, is_zero) && scope.leaves.size() <= kMaxLeaves &&
                                    below == scope.workers),
@@ -85,10 +98,12 @@ std::int64_t Script::contribution(Generation generation, std::uint16_t worker, s
   return (kNumbers + static_cast<std::int64_t>(index * kMaxChunks + chunk)) << (kWorkerBits * worker);
 }
 
-std::int64_t Script::result(Generation generation, std::uint64_t chunk) const {
-  std::int64_t sum = 0;
-  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) sum += contribution(generation, worker, chunk);
-  return sum;
+bool Script::is_result(Generation generation, std::uint64_t chunk, std::int64_t value) const {
+  const auto honest = static_cast<std::uint16_t>(scope_.workers - (scope_.rogue ? 1 : 0));
+  for (std::uint16_t worker = 0; worker < honest; ++worker) value -= contribution(generation, worker, chunk);
+  if (!scope_.rogue) return value == 0;
+  const std::int64_t number = value >> (kWorkerBits * honest);
+  return value == number << (kWorkerBits * honest) && number >= kNumbers && number < 2 * kNumbers;
 }
 
 std::string Script::describe_sum(std::int64_t sum) const {

@@ -11,6 +11,10 @@ namespace netfold::model_check {
 
 // Most packets of one sender in a scope with packet numbers.
 inline constexpr std::uint64_t kMaxNumbers = 64;
+// Most bits of a chunk that a pipeline compares, and the chunks that a rogue worker contributes to: all numbers of one
+// bit more.
+inline constexpr std::uint32_t kMostChunkBits = 5;
+inline constexpr std::uint64_t kRogueChunks = 16;
 
 // The identity of a job between two restarts. A switch that restarts starts its epochs anew.
 struct Generation {
@@ -38,8 +42,8 @@ class Script {
   std::uint64_t chunk_of(std::uint16_t worker, std::uint32_t operation, std::uint64_t first) const;
 
   std::int64_t contribution(Generation generation, std::uint16_t worker, std::uint64_t chunk) const;
-  // The sum of all contributions.
-  std::int64_t result(Generation generation, std::uint64_t chunk) const;
+  // Whether a value is the sum of all contributions. A rogue worker's contribution may be any one of its own.
+  bool is_result(Generation generation, std::uint64_t chunk, std::int64_t value) const;
   // Describes which contributions a sum consists of.
   std::string describe_sum(std::int64_t sum) const;
 

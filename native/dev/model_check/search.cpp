@@ -20,7 +20,10 @@ class Search {
     const auto start = std::chrono::steady_clock::now();
     safety();
     report_.transitions = transitions_.tried();
-    if (report_.broken.empty() && report_.exhausted) scope_.numbers > 0 ? possibility_by_timeouts() : possibility();
+    // A rogue worker can always stop the others: by silence, for one.
+    if (report_.broken.empty() && report_.exhausted && !scope_.rogue) {
+      scope_.numbers > 0 ? possibility_by_timeouts() : possibility();
+    }
     report_.states = states_.size();
     report_.depth = depth_of_last();
     report_.machines = machines_.size();

@@ -43,6 +43,7 @@ class StateSet {
     mix(std::uint64_t{state.machine} << 32 | state.network);
     for (std::size_t i = 0; i < kMaxWorkers; i += 2) mix(std::uint64_t{state.workers[i]} << 32 | state.workers[i + 1]);
     mix(std::uint64_t{state.leaves[0]} << 32 | state.leaves[1]);
+    mix(state.outlived);
     return hash;
   }
   void grow() {

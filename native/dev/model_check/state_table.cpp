@@ -12,7 +12,10 @@ using protocol::SwitchJob;
 using protocol::Worker;
 
 constexpr std::uint32_t kJob = 7;
-constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
+// A chunk is two u32, which the hardware profile adds, too. Two workers' contributions lie in each, so a sum has the
+// bits of an i64's.
+constexpr std::uint32_t kPayloadBytes = 8;
+constexpr std::uint16_t kValues = 2;
 
 Header header_of(std::span<const std::byte> bytes) { return protocol::PacketView::parse(bytes)->header(); }
 
@@ -29,6 +32,8 @@ void append_machine(std::string& key, const Machine& machine) {
   machine.append_canonical(bytes);
   key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
+
+const std::string kMismatchOfAgreed = "a mismatch is reported for a chunk on which all workers agree";
 
 std::string dropped(protocol::Drop reason) { return std::string("dropped: ") + protocol::name(reason); }
 
@@ -57,10 +62,10 @@ Packet StateTable::foreign_packet(std::uint16_t worker, std::uint64_t chunk, boo
                       .incarnation = Generation{}.incarnation,
                       .chunk = chunk,
                       .operation = static_cast<std::uint32_t>(operation),
-                      .elements = operations[operation],
+                      .elements = kValues * operations[operation],
                       .worker = index_at_switch(worker),
-                      .count = 1,
-                      .wire = static_cast<std::uint8_t>(kernels::DType::i64),
+                      .count = kValues,
+                      .wire = static_cast<std::uint8_t>(kernels::DType::u32),
                       .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
   return {.from_switch = from_switch,
           .worker = worker,
@@ -70,9 +75,31 @@ Packet StateTable::foreign_packet(std::uint16_t worker, std::uint64_t chunk, boo
           .bytes = bytes_of(header, 0)};  // 0 is in no sum
 }
 
+std::vector<Id> StateTable::first_packets() {
+  if (scope_.foreign_packets) return foreign_packets();
+  return scope_.rogue ? rogue_packets() : std::vector<Id>{};
+}
+
+// Two contributions to each chunk number, those beyond the operation and those with high bits set included.
+std::vector<Id> StateTable::rogue_packets() {
+  const auto rogue = static_cast<std::uint16_t>(scope_.workers - 1);
+  const std::uint64_t chunks = scope_.chunk_bits > 0 ? std::uint64_t{2} << scope_.chunk_bits : kRogueChunks;
+  std::vector<Id> packets;
+  for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (const std::uint64_t number : {chunk, kRogueChunks + chunk}) {
+      Packet packet = foreign_packet(rogue, chunk, false);
+      Header header = header_of(packet.bytes);
+      header.job = kJob;
+      packet.foreign = false;
+      packet.bytes = bytes_of(header, script_.contribution(Generation{}, rogue, number));
+      packets.push_back(packet_id(std::move(packet)));
+    }
+  }
+  return packets;
+}
+
 std::vector<Id> StateTable::foreign_packets() {
   std::vector<Id> packets;
-  if (!scope_.foreign_packets) return packets;
   for (std::uint64_t chunk = 0; chunk < script_.chunk_count(); ++chunk) {
     for (const bool from_switch : {false, true}) {
       for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
@@ -120,14 +147,18 @@ Id StateTable::new_switch(Generation generation, std::uint32_t restarts,
   auto config = config_of(generation, 0, leaf_count == 0 ? scope_.workers : leaf_count);
   for (std::uint16_t leaf = 0; leaf < leaf_count; ++leaf) config.names[leaf] = lowest_worker_below(leaf);
   if (leaf_count == 0) config.names.clear();
-  return switch_id({.machine = SwitchJob(config), .restarts = restarts, .leaves = leaves});
+  SwitchState state{.machine = SwitchJob(config), .restarts = restarts, .leaves = leaves};
+  if (scope_.chunk_bits > 0 && is_pipeline(state)) state.machine = TofinoJob(config, scope_.chunk_bits);
+  return switch_id(std::move(state));
 }
 
 Id StateTable::new_leaf(Id root, std::uint16_t leaf) {
   const Generation above = switches_[root].generation();
   auto config = config_of(switches_[root].leaves[leaf], lowest_worker_below(leaf), scope_.leaves[leaf]);
   config.parent = protocol::ParentLink{kJob, above.epoch, above.incarnation, leaf};
-  return switch_id({.machine = SwitchJob(config), .leaf = leaf});
+  SwitchState state{.machine = SwitchJob(config), .leaf = leaf};
+  if (scope_.chunk_bits > 0 && is_pipeline(state)) state.machine = TofinoJob(config, scope_.chunk_bits);
+  return switch_id(std::move(state));
 }
 
 Id StateTable::new_worker(Id machine, std::uint16_t worker) {
@@ -175,15 +206,80 @@ Step StateTable::switch_step(Id machine, Id packet) {
   return step;
 }
 
+bool StateTable::is_pipeline(const SwitchState& state) const {
+  return (scope_.pipelines >> (state.leaf == SwitchState::kRoot ? 0 : 1 + state.leaf) & 1) != 0;
+}
+
+void StateTable::receive_at_tofino(SwitchState& state, const Packet& packet, Step& step) {
+  std::vector<std::byte> bytes = packet.bytes;
+  const auto handled = std::get<TofinoJob>(state.machine).handle_packet(bytes, packet.from_switch);
+  switch (handled.outcome) {
+    case SwitchJob::Outcome::stored:
+      step.became = "stored";
+      return;
+    case SwitchJob::Outcome::completed:
+      step.became = "completed";
+      break;
+    case SwitchJob::Outcome::resend_result:
+      step.became = "answered again";
+      break;
+    case SwitchJob::Outcome::mismatch:
+      step.became = "mismatch";
+      if (script_.agreed(handled.chunk) && !scope_.rogue) step.broken = kMismatchOfAgreed;
+      break;
+    case SwitchJob::Outcome::summed:
+    case SwitchJob::Outcome::resend_sum:
+      return send_pipelined_sum(state, handled, bytes, step);
+    case SwitchJob::Outcome::nack:
+      step.became = "ignored a NACK";
+      return;
+    case SwitchJob::Outcome::dropped:
+      step.became = dropped(handled.drop);
+      return;
+  }
+  if (handled.outcome != SwitchJob::Outcome::mismatch) announce(state, bytes, step);
+  for (std::uint16_t worker = 0; worker < state.config().workers; ++worker) {
+    if (handled.outcome != SwitchJob::Outcome::resend_result || worker == handled.worker) {
+      send_result(state, worker, bytes, step);
+    }
+  }
+}
+
+void StateTable::send_pipelined_sum(SwitchState& state, const SwitchJob::Handled& handled,
+                                    std::span<const std::byte> sum, Step& step) {
+  step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
+  std::vector<std::byte> bytes(sum.begin(), sum.end());
+  if (scope_.numbers > 0) {
+    state.sum_requests += handled.outcome == SwitchJob::Outcome::resend_sum;
+    Header header = header_of(sum);
+    header.packet_number = state.numbers.newest += scope_.numbers;
+    protocol::write_header(header, bytes.data());
+  }
+  send_sum(state, bytes, step);
+}
+
+void StateTable::announce(SwitchState& state, std::span<const std::byte> result, Step& step) const {
+  const std::uint64_t chunk = header_of(result).chunk;
+  if (chunk >= kMaxChunks) return;
+  std::int64_t value = 0;
+  std::memcpy(&value, result.data() + protocol::kHeaderBytes, sizeof value);
+  if (state.announced[chunk] != 0 && state.announced[chunk] != value) {
+    step.broken = "the result of chunk " + std::to_string(chunk) + " changes:" + script_.describe_sum(value);
+  }
+  state.announced[chunk] = value;
+}
+
 void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Step& step) {
+  if (std::holds_alternative<TofinoJob>(state.machine)) return receive_at_tofino(state, packet, step);
   const bool from_parent = packet.from_switch;
-  const auto handled =
-      from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
+  SwitchJob& machine = state.job();
+  const auto handled = from_parent ? machine.handle_parent(packet.bytes) : machine.handle_packet(packet.bytes);
   const Header header = header_of(packet.bytes);
   // As in native/dataplane/job_port.cpp: only packets of this generation and this job count.
   const bool belongs = handled.outcome != SwitchJob::Outcome::dropped || handled.drop == protocol::Drop::stale ||
                        handled.drop == protocol::Drop::duplicate;
-  if (scope_.numbers > 0 && !from_parent && belongs) observe_number(state, header, step);
+  const bool has_nacks = scope_.numbers > 0 && !is_pipeline(state);
+  if (has_nacks && !from_parent && belongs) observe_number(state, header, step);
   switch (handled.outcome) {
     case SwitchJob::Outcome::dropped:
       step.became = dropped(handled.drop);
@@ -193,10 +289,11 @@ void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Ste
       break;
     case SwitchJob::Outcome::completed:
       step.became = "completed";
-      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) {
-        send_result(state, handled.slot, worker, step);
+      announce(state, machine.frame(handled.slot), step);
+      for (std::uint16_t worker = 0; worker < machine.config().workers; ++worker) {
+        send_result(state, worker, machine.frame(handled.slot), step);
       }
-      if (scope_.numbers > 0 && from_parent) {
+      if (has_nacks && from_parent) {
         state.numbers.record_result(handled.chunk, header.packet_number);
         state.sender.handle_result(handled.slot, header.packet_number);
         send_sums(state, allowed_by(packet, state.numbers, false), step);
@@ -204,11 +301,11 @@ void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Ste
       break;
     case SwitchJob::Outcome::summed:
     case SwitchJob::Outcome::resend_sum: {
-      step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
-      if (scope_.numbers == 0) {
-        send_sum(state, state.machine.sum(handled.slot, 0), step);
+      if (!has_nacks) {
+        send_pipelined_sum(state, handled, machine.sum(handled.slot, 0), step);
         break;
       }
+      step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
       state.sum_requests += handled.outcome == SwitchJob::Outcome::resend_sum;
       state.sender.offer(handled.slot);
       const std::uint64_t last = state.numbers.sent[handled.chunk];
@@ -217,7 +314,8 @@ void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Ste
       break;
     }
     case SwitchJob::Outcome::nack: {
-      step.became = "received a NACK";
+      step.became = has_nacks ? "received a NACK" : "ignored a NACK";
+      if (!has_nacks) break;
       const SentNumbers before = state.numbers;
       state.sender.handle_nack(header.chunk, header.elements);
       send_sums(state, allowed_by(packet, before, false), step);
@@ -228,7 +326,8 @@ void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Ste
     }
     case SwitchJob::Outcome::resend_result:
       step.became = "answered again";
-      send_result(state, handled.slot, handled.worker, step);
+      announce(state, machine.frame(handled.slot), step);
+      send_result(state, handled.worker, machine.frame(handled.slot), step);
       break;
     case SwitchJob::Outcome::mismatch:
       step.became = "mismatch";
@@ -237,11 +336,11 @@ void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Ste
   }
 }
 
-void StateTable::send_result(const SwitchState& state, std::uint32_t slot, std::uint16_t worker, Step& step) {
-  const auto frame = state.machine.frame(slot);
+void StateTable::send_result(const SwitchState& state, std::uint16_t worker, std::span<const std::byte> bytes,
+                             Step& step) {
   Packet packet = answer_to(state, worker);
-  packet.bytes = {frame.begin(), frame.end()};
-  Header header = header_of(frame);
+  packet.bytes = {bytes.begin(), bytes.end()};
+  Header header = header_of(bytes);
   if (scope_.numbers == 0) header.packet_number = 0;
   protocol::write_header(header, packet.bytes.data());
   packet.chunk = header.chunk;
@@ -253,10 +352,10 @@ void StateTable::send_result(const SwitchState& state, std::uint32_t slot, std::
 void StateTable::send_mismatches(const SwitchState& state, const SwitchJob::Handled& handled, const Header& header,
                                  bool from_parent, Step& step) {
   if (script_.agreed(handled.chunk)) {
-    step.broken = "a mismatch is reported for a chunk on which all workers agree";
+    step.broken = kMismatchOfAgreed;
     return;
   }
-  const SwitchJob& machine = state.machine;
+  const SwitchJob& machine = state.job();
   const auto send_to = [&](std::uint16_t to, const protocol::CallDescriptor& call, std::uint16_t about) {
     Packet packet = answer_to(state, to);
     packet.chunk = handled.chunk;
@@ -310,8 +409,8 @@ Step StateTable::call(Id worker) {
 
 void StateTable::call(WorkerState& state, Step& step) {
   state.now.machine.start({.operation = state.called,
-                           .elements = script_.operations_of(state.index)[state.called],
-                           .wire = kernels::DType::i64,
+                           .elements = kValues * script_.operations_of(state.index)[state.called],
+                           .wire = kernels::DType::u32,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
   step.became = "called";
@@ -346,8 +445,8 @@ bool StateTable::check_mismatch(WorkerState& worker, const Header& header, Step&
   const std::uint32_t own = Script::operation_at(operations, header.chunk);
   step.became = "ended: mismatch";
   if (script_.agreed(header.chunk)) {
-    step.broken = "a mismatch is reported for a chunk on which all workers agree";
-  } else if (own < operations.size() && header.operation == own && header.elements == operations[own]) {
+    step.broken = kMismatchOfAgreed;
+  } else if (own < operations.size() && header.operation == own && header.elements == kValues * operations[own]) {
     step.broken = "a mismatch names a worker with the reader's own call";
   }
   worker.ended = true;
@@ -355,7 +454,7 @@ bool StateTable::check_mismatch(WorkerState& worker, const Header& header, Step&
 }
 
 bool StateTable::check_result(WorkerState& worker, const Worker::Received& received, Step& step) const {
-  const std::uint64_t chunk = script_.chunk_of(worker.index, received.header.operation, received.first);
+  const std::uint64_t chunk = script_.chunk_of(worker.index, received.header.operation, received.first / kValues);
   std::int64_t value = 0;
   if (chunk == script_.chunk_count() || received.values.size() != sizeof value) {
     step.broken = "a worker is given values of no chunk";
@@ -368,7 +467,7 @@ bool StateTable::check_result(WorkerState& worker, const Worker::Received& recei
     step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
   } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
-  } else if (value != script_.result(worker.root_generation, chunk)) {
+  } else if (!script_.is_result(worker.root_generation, chunk, value)) {
     step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + script_.describe_sum(value);
   }
   worker.received |= bit;
@@ -382,8 +481,8 @@ bool StateTable::send(WorkerState& worker, Step& step, const Allowed& allowed) {
   std::uint64_t left = (script_.chunk_count() + scope_.window + 1) * std::max(1U, scope_.numbers);
   while (const auto send = worker.now.machine.poll_send(worker.now.now_ns)) {
     Header header = send->header;
-    const std::uint64_t chunk = script_.chunk_of(worker.index, header.operation, send->first);
-    if (chunk == script_.chunk_count() || send->count != 1 || --left == 0) {
+    const std::uint64_t chunk = script_.chunk_of(worker.index, header.operation, send->first / kValues);
+    if (chunk == script_.chunk_count() || send->count != kValues || --left == 0) {
       step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
       return false;
     }
@@ -435,13 +534,14 @@ Id StateTable::worker_id(WorkerState state, Step& step) {
 }
 
 Id StateTable::switch_id(SwitchState state) {
-  if (scope_.numbers > 0 && state.gap_detectors.empty()) {
-    state.gap_detectors.resize(state.machine.config().workers);
-    state.received.resize(state.machine.config().workers);
-    if (state.leaf != SwitchState::kRoot) state.sender = protocol::ParentSender(state.machine.slot_count());
+  if (scope_.numbers > 0 && !is_pipeline(state) && state.gap_detectors.empty()) {
+    state.gap_detectors.resize(state.config().workers);
+    state.received.resize(state.config().workers);
+    if (state.leaf != SwitchState::kRoot) state.sender = protocol::ParentSender(state.config().slots());
   }
   std::string key;
-  append_machine(key, state.machine);
+  std::visit([&](const auto& machine) { append_machine(key, machine); }, state.machine);
+  append(key, state.announced);
   append(key, state.restarts);
   append(key, state.leaf);
   append(key, state.leaves);

@@ -13,9 +13,11 @@
 #include <deque>
 #include <functional>
 #include <unordered_map>
+#include <variant>
 
 #include "interned.hpp"
 #include "script.hpp"
+#include "tofino_job.hpp"
 
 namespace netfold::model_check {
 
@@ -47,7 +49,7 @@ struct SentNumbers {
 };
 
 struct SwitchState {
-  protocol::SwitchJob machine;
+  std::variant<protocol::SwitchJob, TofinoJob> machine;
   std::uint32_t restarts = 0;                             // so far; of a leaf: 0
   std::uint16_t leaf = kRoot;                             // its index
   std::array<Generation, kMaxLeaves> leaves = {};         // of the root: the generation that each leaf has in this one
@@ -56,11 +58,17 @@ struct SwitchState {
   protocol::ParentSender sender{0};                       // of a leaf
   SentNumbers numbers = {};                               // of a leaf's packets to the root
   std::uint32_t sum_requests = 0;                         // to send sums once more
+  std::array<std::int64_t, kMaxChunks> announced = {};    // by chunk: its result; 0: none so far
   static constexpr std::uint16_t kRoot = 0xffff;
-  Generation generation() const { return {machine.config().incarnation, machine.config().epoch}; }
+  protocol::SwitchJob& job() { return std::get<protocol::SwitchJob>(machine); }
+  const protocol::SwitchJob& job() const { return std::get<protocol::SwitchJob>(machine); }
+  const protocol::JobConfig& config() const {
+    return std::visit([](const auto& each) -> const protocol::JobConfig& { return each.config(); }, machine);
+  }
+  Generation generation() const { return {config().incarnation, config().epoch}; }
   // The root's generation, which differs between any two generations of a tree.
   Generation root_generation() const {
-    const auto& parent = machine.config().parent;
+    const auto& parent = config().parent;
     return parent ? Generation{parent->incarnation, parent->epoch} : generation();
   }
 };
@@ -103,8 +111,8 @@ class StateTable {
   Id new_leaf(Id root, std::uint16_t leaf);
   // A worker of that switch, or leaf.
   Id new_worker(Id machine, std::uint16_t worker);
-  // The packets of another job, which the network holds from the start.
-  std::vector<Id> foreign_packets();
+  // The packets that the network holds from the start: another job's, and a rogue worker's.
+  std::vector<Id> first_packets();
   std::uint16_t leaf_of(std::uint16_t worker) const { return leaves_[worker]; }
 
   bool can_call(Id worker) const;
@@ -158,7 +166,16 @@ class StateTable {
   // A packet reaches a switch, or a leaf.
   Step switch_step(Id machine, Id packet);
   void receive_at_switch(SwitchState& state, const Packet& packet, Step& step);
-  void send_result(const SwitchState& state, std::uint32_t slot, std::uint16_t worker, Step& step);
+  // The pipeline of native/p4/netfold_tna.p4.
+  void receive_at_tofino(SwitchState& state, const Packet& packet, Step& step);
+  // A leaf without a sender of sums sends one, with the next number.
+  void send_pipelined_sum(SwitchState& state, const protocol::SwitchJob::Handled& handled,
+                          std::span<const std::byte> sum, Step& step);
+  // Whether the switch has no NACKs and no sender of sums.
+  bool is_pipeline(const SwitchState& state) const;
+  void send_result(const SwitchState& state, std::uint16_t worker, std::span<const std::byte> bytes, Step& step);
+  // Checks that a chunk has one result for good.
+  void announce(SwitchState& state, std::span<const std::byte> result, Step& step) const;
   void send_mismatches(const SwitchState& state, const protocol::SwitchJob::Handled& handled,
                        const protocol::Header& header, bool from_parent, Step& step);
   void send_sum(const SwitchState& state, std::span<const std::byte> sum, Step& step);
@@ -194,6 +211,8 @@ class StateTable {
   protocol::JobConfig config_of(Generation generation, std::uint16_t first_worker, std::uint16_t workers) const;
   std::uint16_t lowest_worker_below(std::uint16_t leaf) const;
   std::uint16_t index_at_switch(std::uint16_t worker) const;
+  std::vector<Id> foreign_packets();
+  std::vector<Id> rogue_packets();
   // Another job's packet with the worker's call at that chunk.
   Packet foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool from_switch) const;
 

@@ -118,15 +118,15 @@ class Run {
   std::string describe_destination(const Packet& packet) const {
     if (packet.leaf && packet.from_switch) return {};  // the slot has no missing contribution any more
     if (packet.from_switch) return describe_worker(packet.worker);
-    if (packet.leaf || transitions_.scope().leaves.empty()) return describe_slot(state_.machine, packet.chunk);
-    return describe_slot(state_.leaves[transitions_.table.leaf_of(packet.worker)], packet.chunk);
+    State at = state_;
+    return describe_slot(transitions_.destination(at, packet), packet.chunk);
   }
 
   std::string describe_slot(Id machine, std::uint64_t chunk) const {
     std::string missing;
-    for (const std::uint16_t index : transitions_.table.switch_state(machine).machine.missing(chunk)) {
-      missing += " " + std::to_string(index);
-    }
+    const auto workers = std::visit([chunk](const auto& each) { return each.missing(chunk); },
+                                    transitions_.table.switch_state(machine).machine);
+    for (const std::uint16_t index : workers) missing += " " + std::to_string(index);
     return missing.empty() ? "" : "chunk " + std::to_string(chunk) + " misses" + missing;
   }
 

@@ -6,7 +6,7 @@ using Kind = Transition::Kind;
 
 State Transitions::first() {
   State state{.machine = table.new_switch(Generation{}, 0), .network = table.network_of({})};
-  state.network = table.network_with(state.network, table.foreign_packets());
+  state.network = table.network_with(state.network, table.first_packets());
   for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
     state.leaves[leaf] = table.new_leaf(state.machine, leaf);
   }
@@ -52,7 +52,10 @@ bool Transitions::can_hear(const State& state, std::uint16_t worker) const {
 Id& Transitions::destination(State& state, const Packet& packet) const {
   if (packet.leaf) return packet.from_switch ? state.leaves[packet.worker] : state.machine;
   if (packet.from_switch) return state.workers[packet.worker];
-  return scope_.leaves.empty() ? state.machine : state.leaves[table.leaf_of(packet.worker)];
+  if (!scope_.leaves.empty()) return state.leaves[table.leaf_of(packet.worker)];
+  const bool to_outlived =
+      state.outlived != kNoId && packet.generation == table.switch_state(state.outlived).generation();
+  return to_outlived ? state.outlived : state.machine;
 }
 
 const Step& Transitions::delivery(const State& state, Id packet) {
@@ -121,6 +124,7 @@ std::pair<State, Step> Transitions::apply(const State& state, const Transition& 
         leaves[leaf] = following(leaves[leaf], transition.kind == Kind::restart_leaf && leaf == transition.what);
       }
       const Generation generation = following(old.generation(), transition.kind == Kind::restart_switch);
+      if (scope_.outlives && transition.kind == Kind::restart_switch) next.outlived = next.machine;
       next.machine = table.new_switch(generation, old.restarts + 1, leaves);
       if (transition.kind == Kind::restart_leaf) {
         next.leaves[transition.what] = table.new_leaf(next.machine, static_cast<std::uint16_t>(transition.what));

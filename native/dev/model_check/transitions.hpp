@@ -14,6 +14,7 @@ struct State {
   Id network = 0;
   std::array<Id, kMaxWorkers> workers{};
   std::array<Id, kMaxLeaves> leaves{};
+  Id outlived = kNoId;  // the pipeline of the generation before, which goes on
   bool operator==(const State&) const = default;
 };
 
@@ -57,14 +58,15 @@ class Transitions {
   bool finished(const State& state) const;
   const Scope& scope() const { return scope_; }
 
+  // The machine at which the packet arrives.
+  Id& destination(State& state, const Packet& packet) const;
+
   // Transitions that `each` has tried, those without effect included.
   std::uint64_t tried() const { return tried_; }
 
   StateTable table;
 
  private:
-  // The machine at which the packet arrives.
-  Id& destination(State& state, const Packet& packet) const;
   const Step& delivery(const State& state, Id packet);
   // The worker's switch, or leaf.
   Id switch_of(const State& state, std::uint16_t worker) const;

@@ -156,7 +156,7 @@ void FabricPipe::advance() {
   send_outbox();
   check_connection();
   if (!is_linked_ || is_up()) return;
-  if (!sent_ready_ && is_heard()) {
+  if (!sent_ready_ && is_reached()) {
     sent_ready_ = true;
     write(MessageType::ready, {});
   }
@@ -180,11 +180,11 @@ bool FabricPipe::has_live_connection() const {
 
 Pipe::Io FabricPipe::send(std::span<const iovec> pieces) {
   if (open() && !is_up()) advance();
-  return sent(is_heard() ? mux().send(stream_, pieces) : 0);
+  return sent(is_reached() ? mux().send(stream_, pieces) : 0);
 }
 
 Pipe::Io FabricPipe::send_last(std::span<const iovec> pieces) {
-  if (is_heard()) return send(pieces);
+  if (is_reached()) return send(pieces);
   if (is_over()) return closed();
   std::vector<std::byte> bytes;
   for (const iovec& piece : pieces) {

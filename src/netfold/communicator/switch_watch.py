@@ -11,6 +11,9 @@ returns:
 
 One query is open at a time. A rank that was stopped, or had no processor, learned nothing meanwhile: a tick longer than
 TICK_S counts as TICK_S.
+
+native/control/switch_watch.cpp has the same rules for processes without Python.
+tests/control/test_native_switch_watch.py compares both.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They carry membership, and no data. A message is a map with a `type`; sizes are bounded, unknown types are an error,
 unknown fields are ignored. The first message of each side carries `version`; docs/reference/versions.md says when it
-changes.
+changes. native/control speaks the protocol for workers without Python.
 
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
     switch -> worker   path      version, switches, error     (id and address of this switch and of each above it, its
@@ -80,7 +80,8 @@ import msgpack
 
 import netfold
 
-# Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md.
+# Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md. native/control has
+# the number too.
 VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 16
 # Most switches that a group uses side by side.

@@ -33,6 +33,15 @@
 //              starts). A leaf may also restart, and loses its state at once: it has a new incarnation, and the root
 //              and the other leaves have the next epoch. The other leaves rejoin at any later time, and a worker once
 //              its leaf has.
+//   pipelines  Switches may be by the hardware profile. Without numbers netfold.p4 is the machine that any switch is
+//              here; with numbers its switches detect no gaps, send no NACKs and ignore those of a root. A switch in
+//              software tells the workers of a mismatch at most every few milliseconds, a pipeline of each packet: that
+//              is what every switch does here, and a loss covers the other. With `chunk_bits` a pipeline is
+//              netfold_tna.p4's (tofino_job.hpp).
+//   outlives   A pipeline goes on when its control plane ends. After a restart of the switch the old pipeline still
+//              answers the generation before, beside the new switch.
+//   rogue      The last worker may break the rule of the window: from the start the network holds two contributions of
+//              its own to each chunk number, those beyond the operation and those that `chunk_bits` cut included.
 //   numbers    Packets may have their numbers, and the switch and the leaves gap detection and senders of their own; a
 //              NACK is then a packet like others. A socket refuses each packet so often that numbers lie far apart:
 //              with a distance of eight, one later packet has the effect of eight. A retransmission is a new packet, so
@@ -45,16 +54,18 @@
 // the sum of a chunk on which workers disagree. No mismatch is reported for a chunk on which all agree, and none names
 // a worker with the reader's own call. The contribution of worker w is a number in [1024, 2048), different for each
 // chunk and generation, times 2^16w. So no other subset, no double count, and no mixture of chunks or generations has
-// the same sum, and two contributions of one worker already exceed its range.
+// the same sum, and two contributions of one worker already exceed its range. The result of a chunk that a switch once
+// announced never changes. Of a rogue worker any one of its contributions may be in a sum.
 //
 // With numbers: no sender uses a packet number twice. A NACK names no packet that has come, or that fewer than eight
 // later ones passed over. A chunk that a NACK names, and that has no result, is sent again at once. Without a timeout
 // no other chunk is sent again but those that the result of a later one passed over, where a result had been skipped.
 //
 // Possibility. From every state reached there is a path, without a further fault, to a state in which every worker has
-// finished all operations, or, where workers disagree, has finished or ended. Unless the network is exact, the path
-// starts from the machines with an empty network, since another packet can only help (it need not be delivered): the
-// hardest case, in which all packets were lost. With numbers, the path consists of as many timeouts as it takes.
+// finished all operations, or, where workers disagree, has finished or ended. A rogue worker may stop the others, so
+// there this is not asked. Unless the network is exact, the path starts from the machines with an empty network, since
+// another packet can only help (it need not be delivered): the hardest case, in which all packets were lost. With
+// numbers, the path consists of as many timeouts as it takes.
 #pragma once
 
 #include <cstdint>
@@ -81,6 +92,10 @@ struct Scope {
   Network network = Network::monotone;
   std::uint32_t numbers = 0;     // distance of packet numbers; 0: packets have no numbers
   std::uint32_t timeouts = 0;    // with numbers: of each worker
+  std::uint32_t pipelines = 0;   // switches by the hardware profile: bit 0 the switch, or root, and bit 1 + F leaf F
+  std::uint32_t chunk_bits = 0;  // pipelines compare so many bits of a chunk, as netfold_tna.p4; 0: all, as netfold.p4
+  bool outlives = false;         // a pipeline goes on after a restart of the switch, beside the new one
+  bool rogue = false;            // the last worker breaks the rule of the window
   std::uint64_t max_states = 0;  // stops there, not exhausted; 0 means 2^32 - 2
 };
 

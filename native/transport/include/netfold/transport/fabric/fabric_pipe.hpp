@@ -7,7 +7,7 @@
 //   message   content          meaning
 //   offer     StreamMux::offer the sender has opened its end of the stream
 //   ready     -                a message of the peer has come over the stream
-//   last      bytes            the last bytes of a sender that heard nothing yet (send_last)
+//   last      bytes            the last bytes of a sender that is not `reached` (send_last)
 //   refused   a sentence       the sender cannot open or connect its end
 //   ended     FinalCounts      the sender closes: how many segments and writes it sent in all
 //
@@ -17,15 +17,16 @@
 //   bare      offer                                         linked    open the stream; send an offer; connect the stream
 //   offered   offer                                         linked    connect the stream
 //   linked    nothing came over the stream for a while      linked    greet again
-//   linked    a message over the stream                     heard     send `ready`
-//   heard     `ready` was sent and received                 up        -
+//   linked    a message over the stream                     reached   send `ready`
+//   reached   `ready` was sent and received                 up        -
 //   any       the stream cannot be opened or connected      over      send `refused`
 //   any       refused, ended, the connection's end          over      -
 //   any       the stream failed                             over      -
 //
 // Both ends may offer at the same time; each offer is for the end that the other rank sends to. Bytes are sent from
-// `heard` on: a message that came proves that the endpoints are connected. Earlier ones may be lost (advance). Until both ends are up, `flush` returns false: a provider may need both ranks' calls to connect them, so
-// an idle rank goes on too. A bare pipe whose connection was made also waits for an offer so.
+// `reached` on: a message that came proves that the endpoints are connected. Earlier ones may be lost (advance).
+// Until both ends are up, `flush` returns false: a provider may need both ranks' calls to connect them, so an idle
+// rank goes on too. A bare pipe whose connection was made also waits for an offer so.
 //
 // A pipe that has received FinalCounts still waits for the segments that are on their way. After a connection that broke
 // without FinalCounts, the pipe waits kLastNs for segments. Then the pipe is closed.
@@ -97,7 +98,7 @@ class FabricPipe final : public Pipe {
   static constexpr std::int64_t kLastNs = 200'000'000;
 
   StreamMux& mux() const { return *lane_->mux; }
-  bool is_heard() const { return is_linked_ && mux().is_heard(stream_); }
+  bool is_reached() const { return is_linked_ && mux().is_heard(stream_); }
   bool is_up() const { return is_linked_ && sent_ready_ && peer_ready_; }
   // Whether messages on the connection are still to be sent, or to come, before `flush` may be true.
   bool awaits_connection() const { return over_since_ns_ < 0 && (!is_up() || !outbox_.empty()); }
