@@ -145,12 +145,7 @@ EACH(PLACE)
 @pa_container_size("ingress", "hdr.netfold.elements", 32)
 @pa_container_size("ingress", "hdr.netfold.shape", 32)
 #if __TARGET_TOFINO__ == 1
-@pa_container_size("ingress", "meta.job.id", 32)
-@pa_container_size("ingress", "meta.job.epoch", 32)
-@pa_container_size("ingress", "meta.job.incarnation", 32)
-@pa_container_size("ingress", "meta.job.base", 32)
-@pa_container_size("ingress", "meta.absent", 32)
-@pa_container_size("ingress", "meta.slot", 32)
+@pa_container_size("ingress", "meta.job.index", 16)
 #endif
 control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
