@@ -23,7 +23,7 @@ pytestmark = [
 
 def test_tofino_2_holds_the_documented_size(tmp_path: Path) -> None:
     profile = (ROOT / "docs" / "reference" / "hardware-profile.md").read_text()
-    claim = re.search(r"\| Tofino 2 \| (\d+) \| yes \| ([\d,]+) \| (\d+) \|", profile)
+    claim = re.search(r"\| Tofino 2 \| (\d+) \| yes \| ([\d,]+) \| (\d+) \| 20 of 20 \|", profile)
     assert claim is not None
     values, slots, jobs = (int(each.replace(",", "")) for each in claim.groups())
     compiler = tofino.find_compiler()
