@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,7 @@ class Size:
         return f"{self.target}-{self.values}-{'leaf' if self.leaf else 'root'}-{self.slots}-{self.jobs}"
 
 
-SIZES = (
-    Size("tofino2", 32, leaf=True),
-    Size("tofino2", 32, leaf=False),
-    Size("tofino2", 32, leaf=True, slots=32768, jobs=256),
-    Size("tofino", 16, leaf=False),
-    Size("tofino", 16, leaf=False, slots=32768, jobs=256),
-)
+SIZES = (Size("tofino2", 32, leaf=True), Size("tofino", 16, leaf=False))
 
 
 def find_compiler() -> str | None:
@@ -90,6 +85,7 @@ class Report:
     stateful: tuple[int, int]
     phv_bits: tuple[int, int]
     by_stage: list[tuple[int, int, int, int, list[str]]]  # stage, SRAM, TCAM, logical tables, registers
+    most_slots: int  # by arithmetic, from the blocks that registers have
 
 
 def read_report(out: Path, target: str) -> Report:
@@ -114,7 +110,23 @@ def read_report(out: Path, target: str) -> Report:
         (sum(len(row[4]) for row in by_stage), all_stages * TARGETS[target][2]),
         (used_bits, all_bits),
         by_stage,
+        max(slots for slots in (1 << bits for bits in range(12, 17)) if all(_holds(each, slots) for each in stages)),
     )
+
+
+def _holds(stage: dict[str, Any], slots: int) -> bool:
+    """Whether a stage has the memory for registers of so many slots.
+
+    A register has a block of SRAM, each with a map RAM, for every 16 KiB, and one block more.
+    """
+    rams, maps = stage["rams"], stage["map_rams"]
+    blocks = Counter(use["used_by"] for each in maps["maprams"] for use in each["usages"])
+    grown = sum(
+        (count - 1) * slots // Size.slots + 1 if ".slot_" in name or ".sum_" in name else count
+        for name, count in blocks.items()
+    )
+    others = len(rams["srams"]) - sum(blocks.values())
+    return grown <= maps["nRows"] * maps["nUnits"] and others + grown <= rams["nRows"] * rams["nColumns"]
 
 
 def _register(meter: dict[str, Any]) -> str:
@@ -143,7 +155,12 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
             fits = "yes" if report.stages[0] <= report.stages[1] else "no"
             rows.append([*row, fits, *(_pair(pair) for pair in pairs)])
             if size.slots == Size.slots:
-                details.append(f"{name}, {size.values} values, parents: {parents}.\n\n{_stages(report)}")
+                most = report.most_slots
+                details.append(
+                    f"{name}, {size.values} values, parents: {parents}. By the memory of each stage, the largest power "
+                    f"of two of slots would be {most:,}, for {most // JOB_SLOTS} jobs (arithmetic; not compiled).\n\n"
+                    f"{_stages(report)}"
+                )
     head = "chip | values | parents | slots | jobs | fits | stages | SRAM | TCAM | stateful ALUs | PHV bits"
     commit = f", commit {compiler_commit}" if compiler_commit else ""
     by_stage = "\n\n".join(details)

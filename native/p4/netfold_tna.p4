@@ -146,6 +146,9 @@ EACH(PLACE)
 @pa_container_size("ingress", "hdr.netfold.shape", 32)
 #if __TARGET_TOFINO__ == 1
 @pa_container_size("ingress", "meta.job.index", 16)
+// Two tables of one stage cannot write to one container.
+@pa_solitary("ingress", "differs_2")
+@pa_solitary("ingress", "differs_3")
 #endif
 control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
