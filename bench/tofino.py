@@ -138,8 +138,9 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
     compiler = find_compiler()
     if compiler is None:
         raise SystemExit("neither p4c-barefoot nor bf-p4c, of p4lang/p4c's backends/tofino, is on the PATH")
-    shown = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
-    version = re.sub(r"\s*\(.*", "", shown[-1]) if shown else ""
+    shown = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    found = re.search(r"Version (\S+)", shown.stdout + shown.stderr)
+    version = found[1] if found else "of unknown version"
     rows, details = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for size in SIZES:
@@ -157,7 +158,7 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
             if size.slots == Size.slots:
                 most = report.most_slots
                 details.append(
-                    f"{name}, {size.values} values, parents: {parents}. By the memory of each stage, the largest power "
+                    f"{name}, {size.values} values, parents: {parents}. By the memory of each stage, the largest power\n"
                     f"of two of slots would be {most:,}, for {most // JOB_SLOTS} jobs (arithmetic; not compiled).\n\n"
                     f"{_stages(report)}"
                 )
@@ -165,8 +166,8 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
     commit = f", commit {compiler_commit}" if compiler_commit else ""
     by_stage = "\n\n".join(details)
     return f"""Compiler: {Path(compiler).name} {version} of p4lang/p4c{commit}. Its output is assembly and
-reports; the tables are of the reports (`resources.json`, `phv.json`). That tree has no assembler and no model of the
-chip, so **nothing has run the program**.
+reports, of which the tables are (`resources.json`, `phv.json`). That tree has no assembler and no model of the chip, so
+**nothing has run the program**.
 
 {driver.table(head, rows)}
 
