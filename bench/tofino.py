@@ -159,7 +159,7 @@ def tofino(compiler_commit: str = "", folder: str = "") -> str:
                 most = report.most_slots
                 details.append(
                     f"{name}, {size.values} values, parents: {parents}. By the memory of each stage, the largest\n"
-                    f"power of two of slots would be {most:,}, for {most // JOB_SLOTS} jobs (arithmetic; not compiled).\n\n"
+                    f"power of two of slots is {most:,}, for {most // JOB_SLOTS} jobs (arithmetic: not compiled).\n\n"
                     f"{_stages(report)}"
                 )
     head = "chip | values | parents | slots | jobs | fits | stages | SRAM | TCAM | stateful ALUs | PHV bits"

@@ -1,14 +1,20 @@
 // The hardware profile of the aggregation protocol for Tofino (TNA, T2NA). netfold.p4 is the same for bmv2, and has the
 // theory of operation.
 //
-// What differs. A register can be accessed once by a packet, in one of the pipeline's stages, so a slot's chunk moves on
-// before its bitmap is read: a contribution to the next chunk opens it although the present chunk is not complete. An
-// honest worker cannot send such a packet (docs/reference/protocol.md, why a slot may be reused), and no sum is wrong
-// after one: the slot's other contributions are then stale. Chunks are compared as 32 bits with a sign, so the control
-// plane ends a generation before chunk 2^31. A mismatch tells every worker what its sender called; the sender learns
-// over the control connection that its peers ended. Slot s of a new job begins with chunk s - S, complete. With a
-// parent, too, a slot moves on although the parent's result is not there; the answer above holds for it as well.
-// Nothing compares the owner of the pipeline: the switch's own control interface has one client.
+// What differs. A register can be accessed once by a packet, in one of the pipeline's stages, so a slot's chunk moves
+// on before its bitmap is read: a contribution to the next chunk opens it although the present chunk is not complete.
+// An honest worker cannot send such a packet (docs/reference/protocol.md, why a slot may be reused), and no sum is wrong
+// after one: the slot's other contributions are then stale. Slot s of a new job begins with chunk s - S, complete.
+// Chunks are compared as 32 bits with a sign, so the control plane ends a generation before chunk 2^31. Any above is
+// stale, but for 2^32 + s - S, which is the chunk that slot s of a new job begins with. A mismatch tells every worker
+// what its sender called; the sender learns over the control connection that its peers ended. With a parent, too, a slot
+// moves on although the parent's result is not there; the answer above holds for it as well. Nothing compares the owner
+// of the pipeline: the switch's own control interface has one client.
+//
+// How it fits. An action has one stage, so each step below is a table or a register action that needs only what earlier
+// stages left: order (slot_chunk), differs (slot_operation, slot_shape), had (slot_workers), has_result
+// (slot_complete), `progress`, values. Comparisons of a register with the packet are in its stateful ALU. `had` and the worker's number
+// decide in one ternary table, because a worker's bit is 1 << its number, and the bits of absent workers are set.
 #include <core.p4>
 #if __TARGET_TOFINO__ == 2
 #include <t2na.p4>
