@@ -13,8 +13,9 @@
 //
 // How it fits. An action has one stage, so each step below is a table or a register action that needs only what earlier
 // stages left: order (slot_chunk), differs (slot_operation, slot_shape), had (slot_workers), has_result
-// (slot_complete), `progress`, values. Comparisons of a register with the packet are in its stateful ALU. `had` and the worker's number
-// decide in one ternary table, because a worker's bit is 1 << its number, and the bits of absent workers are set.
+// (slot_complete), `progress`, values. Comparisons of a register with the packet are in its stateful ALU. `had` and the
+// worker's number decide in one ternary table, because a worker's bit is 1 << its number, and the bits of workers that
+// the job has not are set.
 #include <core.p4>
 #if __TARGET_TOFINO__ == 2
 #include <t2na.p4>
