@@ -45,7 +45,7 @@ class Size:
         return f"{self.target}-{self.values}-{'leaf' if self.leaf else 'root'}-{self.slots}-{self.jobs}"
 
 
-SIZES = (Size("tofino2", 32, leaf=True), Size("tofino", 16, leaf=False))
+SIZES = (Size("tofino2", 32, leaf=True), Size("tofino", 16, leaf=False), Size("tofino", 8, leaf=True))
 
 
 def find_compiler() -> str | None:
