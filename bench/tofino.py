@@ -126,7 +126,7 @@ def _holds(stage: dict[str, Any], slots: int) -> bool:
         for name, count in blocks.items()
     )
     others = len(rams["srams"]) - sum(blocks.values())
-    return grown <= maps["nRows"] * maps["nUnits"] and others + grown <= rams["nRows"] * rams["nColumns"]
+    return bool(grown <= maps["nRows"] * maps["nUnits"] and others + grown <= rams["nRows"] * rams["nColumns"])
 
 
 def _register(meter: dict[str, Any]) -> str:
