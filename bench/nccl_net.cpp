@@ -6,8 +6,9 @@
 // between polls, as NCCL's proxy thread does. They take turns by rounds.
 //
 //   nccl_net PLUGIN FOLDER RANK SIZE ADDRESS ROUNDS MODE BYTES CALLS [MODE BYTES CALLS ...]
-//     MODE: there-and-back (between 2 ranks), ring (all_reduce of f32). Prints a line a round and side:
-//     MODE BYTES SIDE, seconds of a call
+//     MODE: there-and-back (between 2 ranks), ring (all_reduce of f32), collnet (all_reduce of f32 through the switch
+//     that NETFOLD_SWITCH names, beside a ring over the plugin). Prints a line a round and side:
+//     MODE BYTES SIDE, seconds of a call, bytes that this host's eth0 sent for it
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <netinet/tcp.h>
@@ -26,6 +27,7 @@
 #include <deque>
 #include <fstream>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -208,6 +210,82 @@ class SocketNet final : public Net {
   std::deque<Piece> out_, in_;
 };
 
+// As NCCL uses it for memory that it did not register: pieces of a buffer go, their sums come to another buffer. NCCL
+// polls without a pause, from a thread with a core of its own. Here a few cores serve all hosts, and a poll moves nothing:
+// the engine's thread does. So there are pauses between polls.
+class CollNet {
+ public:
+  using Table = nccl::CollNetV11<nccl::PropertiesV12, 8>;
+
+  CollNet(const char* plugin, const Folder& folder, int rank, int size) {
+    void* library = dlopen(plugin, RTLD_NOW | RTLD_LOCAL);
+    table_ = library == nullptr ? nullptr : static_cast<const Table*>(dlsym(library, "ncclCollNetPlugin_v12"));
+    if (table_ == nullptr) stop(dlerror());
+    check(table_->init(&context_, 1, log), "init");
+    std::vector<char> handle(nccl::kHandleBytes);
+    void* listener = nullptr;
+    check(table_->listen(context_, 0, handle.data(), &listener), "listen");
+    folder.write("collnet", handle);
+    std::vector<std::vector<char>> all;
+    for (int each = 0; each < size; ++each) all.push_back(folder.read("collnet", each));
+    std::vector<void*> handles;
+    for (auto& each : all) handles.push_back(each.data());
+    check(table_->collectives.connect(handles.data(), size, rank, listener, &comm_), "connect");
+    if (comm_ == nullptr) stop("CollNet was refused");
+  }
+  ~CollNet() { table_->collectives.close(comm_); }
+
+  void all_reduce(std::vector<float>& values) {
+    constexpr std::size_t kPiece = (1 << 20) / sizeof(float), kUnderWay = 8;
+    sums_.resize(values.size());
+    std::deque<void*> requests;
+    for (std::size_t begin = 0; begin < values.size() || !requests.empty();) {
+      if (begin < values.size() && requests.size() < kUnderWay) {
+        const std::size_t count = std::min(kPiece, values.size() - begin);
+        void* request = nullptr;
+        check(table_->collectives.all_reduce(comm_, &values[begin], &sums_[begin], count, nccl::DataType::f32,
+                                             nccl::Reduction::sum, nullptr, nullptr, &request),
+              "all_reduce");
+        if (request == nullptr) stop("the plugin takes fewer operations than NCCL makes");
+        requests.push_back(request);
+        begin += count;
+        continue;
+      }
+      int done = 0;
+      check(table_->collectives.test(requests.front(), &done, nullptr), "test");
+      if (done != 0)
+        requests.pop_front();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(500));
+    }
+    values.swap(sums_);
+  }
+
+ private:
+  void check(nccl::Result result, const char* what) {
+    if (result != nccl::Result::success) stop(std::string("CollNet: ") + what + " failed");
+  }
+
+  const Table* table_ = nullptr;
+  void* context_ = nullptr;
+  void* comm_ = nullptr;
+  std::vector<float> sums_;
+};
+
+// That eth0 of this network namespace has sent; 0: it has none.
+std::size_t sent_bytes() {
+  std::ifstream counters("/proc/self/net/dev");
+  for (std::string line; std::getline(counters, line);) {
+    std::istringstream words(line);
+    std::string name;
+    std::size_t number = 0;
+    words >> name;
+    for (int column = 0; column < 9; ++column) words >> number;
+    if (name == "eth0:") return number;
+  }
+  return 0;
+}
+
 void there_and_back(Net& net, int rank, char* data, std::size_t bytes) {
   net.receive(data, bytes);
   if (rank == 0) net.send(data, bytes);
@@ -272,33 +350,46 @@ int main(int count, char** words) {
   const int rank = std::atoi(words[3]), size = std::atoi(words[4]), rounds = std::atoi(words[6]);
   PluginNet plugin(words[1], folder, rank, size);
   SocketNet sockets(folder, rank, size, words[5]);
+  std::unique_ptr<CollNet> through_switch;
   for (int at = 7; at + 2 < count; at += 3) {
     const std::string mode = words[at];
     const auto bytes = static_cast<std::size_t>(std::atoll(words[at + 1]));
     const int calls = std::atoi(words[at + 2]);
+    const bool by_switch = mode == "collnet";
+    if (by_switch && through_switch == nullptr)
+      through_switch = std::make_unique<CollNet>(words[1], folder, rank, size);
     std::vector<char> data(bytes);
     std::vector<float> values(bytes / sizeof(float));
     for (int round = -1; round < rounds; ++round) {  // the first warms up
       for (int turn = 0; turn < 2; ++turn) {
-        const bool is_plugin = (turn == 0) == (round % 2 == 0);
-        Net& net = is_plugin ? static_cast<Net&>(plugin) : sockets;
+        const bool is_first = (turn == 0) == (round % 2 == 0);
+        Net& net = is_first || by_switch ? static_cast<Net&>(plugin) : sockets;
         std::fill(values.begin(), values.end(), static_cast<float>(rank + 1));
         meet(sockets, rank);
+        const std::size_t before = sent_bytes();
         std::vector<double> took;
         for (int call = 0; call < calls; ++call) {
           const double began_s = now_s();
-          mode == "ring" ? ring(net, rank, size, values) : there_and_back(net, rank, data.data(), bytes);
+          if (mode == "there-and-back") {
+            there_and_back(net, rank, data.data(), bytes);
+          } else if (by_switch && is_first) {
+            through_switch->all_reduce(values);
+          } else {
+            ring(net, rank, size, values);
+          }
           took.push_back(now_s() - began_s);
         }
-        if (mode == "ring") {
+        if (mode != "there-and-back") {
           float wanted = static_cast<float>(size * (size + 1) / 2);
           for (int call = 1; call < calls; ++call) wanted *= static_cast<float>(size);
           if (std::ranges::any_of(values, [&](float each) { return each != wanted; })) stop("a wrong sum");
         }
+        meet(sockets, rank);  // all ranks' bytes are sent
         std::ranges::nth_element(took, took.begin() + calls / 2);
         if (rank != 0 || round < 0) continue;
-        std::printf("%s %zu %s %.9f\n", mode.c_str(), bytes, is_plugin ? "plugin" : "sockets",
-                    took[static_cast<std::size_t>(calls / 2)]);
+        const char* const side = by_switch ? (is_first ? "collnet" : "ring") : is_first ? "plugin" : "sockets";
+        std::printf("%s %zu %s %.9f %zu\n", mode.c_str(), bytes, side, took[static_cast<std::size_t>(calls / 2)],
+                    (sent_bytes() - before) / static_cast<std::size_t>(calls));
       }
     }
   }

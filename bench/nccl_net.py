@@ -1,6 +1,8 @@
-"""The plugin for NCCL against plain sockets, between emulated hosts and on one machine:
+"""The plugin for NCCL against plain sockets, between emulated hosts and on one machine; its collective network
+(CollNet), through a switch, against a ring over the plugin:
 
-    .venv/bin/python bench/nccl_net.py                       # root, for the hosts
+    .venv/bin/python bench/nccl_net.py nccl                  # root, for the hosts
+    .venv/bin/python bench/nccl_net.py collnet
 
 The programs are compiled from nccl_net.cpp, which says what both sides do.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import driver
@@ -35,16 +38,31 @@ PLACES: tuple[tuple[str, Place, dict[str, str], Sequence[tuple[str, int, int]]],
     ("8 hosts, 1 Gbit/s", Place(8, rate="1gbit"), {}, RING),
     ("8 hosts, 1 Gbit/s, 0.1% lost", Place(8, rate="1gbit", loss="0.1%"), {}, RING),
 )
+# Hosts, and the switch's link: None for a port a host (c = P), else as wide as a host's (c = 1). Goals of CollNet's
+# time and bytes over the ring's.
+COLLNET: tuple[tuple[int, str | None, float | None, float | None], ...] = (
+    (4, None, None, None),
+    (8, None, 0.62, 0.60),
+    (4, "1gbit", 1.05, None),
+    (8, "1gbit", 1.05, None),
+)
 
 
-def nccl(rounds: int = 10, launches: int = 3) -> str:
-    """NCCL's plugin beside plain sockets."""
-    rows = []
+@contextmanager
+def compiled() -> Iterator[str]:
+    """The path of the program, while the block runs."""
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
         program = f"{folder}/nccl_net"
         include = HERE.parent / "native" / "nccl" / "include"
         command = ["c++", "-std=c++20", "-O2", f"-I{include}", str(HERE / "nccl_net.cpp"), "-ldl", "-o", program]
         subprocess.run(command, check=True)
+        yield program
+
+
+def nccl(rounds: int = 10, launches: int = 3) -> str:
+    """NCCL's plugin beside plain sockets."""
+    rows = []
+    with compiled() as program:
         for name, place, environment, measures in PLACES:
             took: dict[tuple[str, int, str], list[float]] = {}
             for _ in range(launches):
@@ -60,6 +78,40 @@ checked. The time of rank 0. {rounds} rounds in each of {launches} launches, the
 direction.
 
 {driver.table(head, rows)}"""
+
+
+def collnet(rounds: int = 10, launches: int = 3, rate: str = "1gbit", size: int = 16 << 20) -> str:
+    """NCCL's CollNet through the switch beside a ring over the plugin."""
+    rows = []
+    with compiled() as program:
+        for hosts, switch_rate, time_goal, bytes_goal in COLLNET:
+            place = Place(hosts, rate=rate, switch=True, switch_rate=switch_rate and rate)
+            took: dict[str, list[float]] = {}
+            sent: dict[str, list[float]] = {}
+            for _ in range(launches):
+                for words in lines_of(program, place, {}, [("collnet", size, 1)], rounds):
+                    took.setdefault(words[2], []).append(float(words[3]))
+                    sent.setdefault(words[2], []).append(float(words[4]))
+            rows.append(
+                [
+                    f"{hosts}, {'c = P' if switch_rate is None else 'c = 1'}",
+                    *(f"{np.median(took[side]) * 1e3:.1f}" for side in ("collnet", "ring")),
+                    cell(paired_ratios(took["collnet"], took["ring"])) + goal(time_goal),
+                    f"{np.median(sent['collnet']) / 1e6:.1f}",
+                    cell(paired_ratios(sent["collnet"], sent["ring"])) + goal(bytes_goal),
+                ]
+            )
+    head = "hosts, switch's link | CollNet ms | ring ms | time over ring's | MB a host sends | bytes over ring's"
+    return f"""all_reduce of {size >> 20} MB of f32 between hosts at {rate}, every element checked: CollNet in pieces of
+1 MB, 8 under way, as NCCL gives memory that it did not register; the ring over the plugin in pieces of 512 KB. Time of
+rank 0, bytes that its eth0 sent. {rounds} rounds in each of {launches} launches, the sides in turns; 5% .. 95%, goals
+in parentheses. The first operations of a launch find the parts of switch and ring, and are in the figures.
+
+{driver.table(head, rows)}"""
+
+
+def goal(most: float | None) -> str:
+    return "" if most is None else f" (at most {most:g})"
 
 
 def lines_of(
@@ -84,4 +136,4 @@ def lines_of(
 
 
 if __name__ == "__main__":
-    driver.run(nccl)
+    driver.run(nccl, collnet)

@@ -81,12 +81,26 @@ Address address_of(const Handle& handle) {
 
 }  // namespace
 
+void require_own(const Handle& handle) {
+  if (handle.magic != Handle().magic)
+    throw std::runtime_error("the handle is not one of this plugin: every rank must use it");
+}
+
 std::shared_ptr<Comm> Listener::next() {
   const std::lock_guard lock(mutex_);
   if (ready_.empty()) return nullptr;
   auto comm = std::move(ready_.front());
   ready_.pop_front();
   return comm;
+}
+
+std::optional<Listener::Member> Listener::next_member(std::int64_t deadline_ns) {
+  std::unique_lock lock(mutex_);
+  const auto left = std::chrono::nanoseconds(std::max<std::int64_t>(0, deadline_ns - now_ns()));
+  if (!arrived_.wait_for(lock, left, [this] { return !members_.empty(); })) return std::nullopt;
+  std::optional<Member> member(std::move(members_.front()));
+  members_.pop_front();
+  return member;
 }
 
 std::shared_ptr<Comm> Connecting::take() {
@@ -127,10 +141,10 @@ auth::Secret Endpoint::key_of(const auth::Secret& of_handle) const {
   return auth::hmac(std::as_bytes(std::span(settings_.job_secret)), of_handle);
 }
 
-std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle) {
+std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle, Listener::Of of) {
   Id id;
   fill_random(id);
-  auto listener = std::make_shared<Listener>(id, device);
+  auto listener = std::make_shared<Listener>(id, device, of);
   const std::lock_guard lock(mutex_);
   auto port = std::ranges::find(ports_, device, &Port::device);
   if (port == ports_.end()) {
@@ -260,16 +274,20 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
   place = std::move(socket);
   arriving.connections.secrets[hello.rail] = agreed->secrets;
   if (++arriving.count < hello.rails) return;
-  listener->ready_.push_back(
-      make(Comm::Role::receiver, listener->device(), hello, peer, std::move(arriving.connections), {}));
+  if (listener->of_ == Listener::Of::members) {
+    listener->members_.push_back({static_cast<int>(hello.rank), std::move(arriving.connections)});
+    listener->arrived_.notify_all();
+  } else {
+    listener->ready_.push_back(
+        make(Comm::Role::receiver, listener->device(), hello, peer, std::move(arriving.connections), {}));
+  }
   listener->arriving_.erase(hello.comm);
 }
 
 // --- connecting ------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Connecting> Endpoint::connect(int device, const Handle& handle) {
-  if (handle.magic != Handle().magic)
-    throw std::runtime_error("the handle is not one of this plugin: every rank must use it");
+  require_own(handle);
   if (const auto own = fabric_of(settings_.fabric); handle.fabric != own) {
     throw std::runtime_error("the rank at " + address_of(handle).text() + " goes over " + transport_of(handle.fabric) +
                              ", this rank over " + transport_of(own) + ": all need the same NETFOLD_TRANSPORT");
@@ -292,26 +310,39 @@ void Endpoint::connect_all(Connecting& connecting, int device, const Handle& han
   const Address peer = address_of(handle);
   Hello hello;
   hello.rails = handle.streams;
-  hello.security = static_cast<std::uint8_t>(settings_.security);
   hello.listener = handle.listener;
-  fill_random(hello.comm);
   if (fabric_) {
     hello.rma_min_bytes =
         static_cast<std::uint32_t>(rma_min_bytes_of(fabric_->of(device)->rma_min_bytes(), handle.rma_min_bytes));
   }
-  Connections connections;
-  for (; hello.rail < hello.rails; ++hello.rail) {
-    Fd socket = connect_to(peer, deadline_ns);
-    const auto agreed = initiate(socket.get(), hello, key_of(handle.secret), deadline_ns);
-    if (!agreed) throw std::runtime_error("the other rank has closed its listener");
-    connections.sockets.push_back(std::move(socket));
-    connections.secrets.push_back(agreed->secrets);
-  }
+  Connections connections = dial(handle, hello, deadline_ns);
   auto comm =
       make(Comm::Role::sender, device, hello, peer, std::move(connections),
            {.comm = {}, .peer = peer, .listener = handle.listener, .secret = handle.secret, .is_connecting = {}});
   const std::lock_guard lock(connecting.mutex_);
   connecting.comm_ = std::move(comm);
+}
+
+Connections Endpoint::dial(const Handle& handle, Hello& hello, std::int64_t deadline_ns) {
+  hello.security = static_cast<std::uint8_t>(settings_.security);
+  fill_random(hello.comm);
+  Connections connections;
+  for (; hello.rail < hello.rails; ++hello.rail) {
+    Fd socket = connect_to(address_of(handle), deadline_ns);
+    const auto agreed = initiate(socket.get(), hello, key_of(handle.secret), deadline_ns);
+    if (!agreed) throw std::runtime_error("the other rank has closed its listener");
+    connections.sockets.push_back(std::move(socket));
+    connections.secrets.push_back(agreed->secrets);
+  }
+  return connections;
+}
+
+Connections Endpoint::join(const Handle& handle, int rank, int count, std::int64_t deadline_ns) {
+  Hello hello;
+  hello.rails = static_cast<std::uint8_t>(count);
+  hello.listener = handle.listener;
+  hello.rank = static_cast<std::uint32_t>(rank);
+  return dial(handle, hello, deadline_ns);
 }
 
 Fd Endpoint::connect_to(const Address& peer, std::int64_t deadline_ns) {

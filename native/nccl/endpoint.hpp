@@ -42,15 +42,27 @@ struct Handle {
   void* pending = nullptr;
 };
 static_assert(sizeof(Handle) <= kHandleBytes);
+// Throws std::runtime_error for a handle of another plugin, or of NCCL's own.
+void require_own(const Handle& handle);
 
-// Collects the connections to one handle, and makes comms of them.
+// Collects the connections to one handle. Those of the other ranks of a collective communicator (`members`) stay as they
+// are; of others it makes comms.
 class Listener {
  public:
-  Listener(Id id, int device) : id_(id), device_(device) {}
+  enum class Of : std::uint8_t { comms, members };
+
+  Listener(Id id, int device, Of of) : id_(id), device_(device), of_(of) {}
   const Id& id() const { return id_; }
   int device() const { return device_; }
   // A comm whose connections are all there; null: none yet.
   std::shared_ptr<Comm> next();
+
+  struct Member {
+    int rank = -1;
+    Connections connections;
+  };
+  // Waits for a member whose connections are all there. nullopt: none came until `deadline_ns`.
+  std::optional<Member> next_member(std::int64_t deadline_ns);
 
  private:
   friend class Endpoint;
@@ -61,9 +73,12 @@ class Listener {
 
   const Id id_;
   const int device_;
+  const Of of_;
   std::mutex mutex_;
+  std::condition_variable arrived_;
   std::map<Id, Arriving> arriving_;
   std::deque<std::shared_ptr<Comm>> ready_;
+  std::deque<Member> members_;
 };
 
 // A comm that is being connected.
@@ -87,11 +102,15 @@ class Endpoint {
   const std::vector<Device>& devices() const { return devices_; }
   // What carries the messages: "TCP over eth0 10.0.0.5:0".
   std::string description() const;
+  const Settings& settings() const { return settings_; }
   // Throws std::system_error.
-  std::shared_ptr<Listener> listen(int device, Handle& handle);
+  std::shared_ptr<Listener> listen(int device, Handle& handle, Listener::Of of = Listener::Of::comms);
   void close(const Listener& listener);
   // Throws std::runtime_error for a handle of another plugin or transport.
   std::shared_ptr<Connecting> connect(int device, const Handle& handle);
+  // `count` connections of member `rank` to a listener of members, whose handle is this plugin's. Blocks. Throws
+  // std::runtime_error.
+  Connections join(const Handle& handle, int rank, int count, std::int64_t deadline_ns);
   // Closes it once everything has arrived, after kCloseNs at the latest.
   void close(const std::shared_ptr<Comm>& comm);
 
@@ -126,6 +145,7 @@ class Endpoint {
   void take_in(transport::Fd socket, const transport::Address& peer);
   void look_at_all();
   void connect_all(Connecting& connecting, int device, const Handle& handle);
+  Connections dial(const Handle& handle, Hello& hello, std::int64_t deadline_ns);
   transport::Fd connect_to(const transport::Address& peer, std::int64_t deadline_ns);
   void connect_again(const std::shared_ptr<Comm>& comm, int rail);
   std::shared_ptr<Comm> make(Comm::Role role, int device, const Hello& hello, const transport::Address& peer,

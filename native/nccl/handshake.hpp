@@ -30,12 +30,14 @@ struct Hello {
   std::uint8_t rails = 1;
   std::uint8_t security = 0;        // auth::Security
   std::uint32_t rma_min_bytes = 0;  // of the comm; 0: nothing goes by RMA
-  std::uint64_t received = 0;       // bytes over the connections before
+  std::uint32_t rank = 0;           // of a collective communicator's member; else 0
+  std::uint32_t reserved = 0;
+  std::uint64_t received = 0;  // bytes over the connections before
   Id listener{};
   Id comm{};
   auth::Secret nonce{};
 };
-static_assert(sizeof(Hello) == 88);
+static_assert(sizeof(Hello) == 96);
 
 struct Agreed {
   std::uint64_t received = 0;  // by the other end

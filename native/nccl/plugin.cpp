@@ -7,12 +7,10 @@
 #include <string>
 
 #include "endpoint.hpp"
+#include "functions.hpp"
 
 namespace netfold::nccl {
 namespace {
-
-constexpr std::size_t kMaxMessage = std::size_t{1} << 30;
-constexpr int kMaxComms = 65'536;
 
 // NCCL holds pointers to these.
 struct HeldComm {
@@ -23,22 +21,6 @@ struct HeldListener {
 };
 using Pending = std::shared_ptr<Connecting>;
 using Registration = transport::Pipe::RegistrationLease;
-
-template <class Work>
-Result guarded(Work work) {
-  try {
-    return work();
-  } catch (const std::invalid_argument& error) {
-    warn(error.what());
-    return Result::invalid_usage;
-  } catch (const std::system_error& error) {
-    warn(error.what());
-    return Result::system_error;
-  } catch (const std::exception& error) {
-    warn(error.what());
-    return Result::remote_error;
-  }
-}
 
 Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
 
@@ -57,55 +39,6 @@ Result devices(int* count) {
     *count = static_cast<int>(Endpoint::instance().devices().size());
     return Result::success;
   });
-}
-
-// The fields that all versions have.
-template <class Properties>
-Result common_properties(int number, Properties& properties) {
-  return guarded([&] {
-    const auto& all = Endpoint::instance().devices();
-    if (number < 0 || static_cast<std::size_t>(number) >= all.size()) {
-      throw std::invalid_argument("there is no device " + std::to_string(number));
-    }
-    const Device& device = all[static_cast<std::size_t>(number)];
-    properties = {};
-    // NCCL only reads them, and they live as long as the process.
-    properties.name = const_cast<char*>(device.name.c_str());
-    properties.pci_path = device.pci_path.empty() ? nullptr : const_cast<char*>(device.pci_path.c_str());
-    properties.guid = static_cast<std::uint64_t>(number);
-    properties.pointers = kHostPointer;
-    properties.speed = device.speed;
-    properties.max_comms = kMaxComms;
-    properties.max_receives = kMaxReceives;
-    return Result::success;
-  });
-}
-
-Result properties_v8(int number, PropertiesV8* properties) { return common_properties(number, *properties); }
-
-template <class Properties>
-Result properties_v9(int number, Properties* properties) {
-  const Result result = common_properties(number, *properties);
-  if (result != Result::success) return result;
-  properties->of.count = 1;
-  properties->of.devices[0] = number;
-  properties->max_message = kMaxMessage;
-  properties->max_collective = kMaxMessage;
-  return result;
-}
-
-Result properties_v11(int number, PropertiesV11* properties) {
-  const Result result = properties_v9(number, properties);
-  if (result == Result::success) properties->max_multi_request = 1;
-  return result;
-}
-
-Result properties_v12(int number, PropertiesV12* properties) {
-  const Result result = properties_v9(number, properties);
-  if (result != Result::success) return result;
-  properties->max_multi_request = 1;
-  properties->rail = properties->plane = kUndefined;
-  return result;
 }
 
 Result listen(int device, void* raw, void** listener) {
@@ -151,10 +84,7 @@ Result accept(void* listener, void** comm) {
 // A fabric keeps the memory registered until NCCL takes the registration back; TCP needs none.
 Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void** registration) {
   *registration = nullptr;
-  if (kind != kHostPointer) {
-    warn("memory of a GPU was given, and only memory of the host was offered");
-    return Result::invalid_usage;
-  }
+  if (kind != kHostPointer) return gpu_was_not_offered();
   return guarded([&] {
     const auto& fabric = comm_of(comm).fabric();
     if (fabric != nullptr) {
@@ -163,12 +93,6 @@ Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void
     }
     return Result::success;
   });
-}
-
-Result register_dmabuf(void*, void*, std::size_t, int, std::uint64_t, int, void** registration) {
-  *registration = nullptr;
-  warn("a dmabuf was given, and only memory of the host was offered");
-  return Result::invalid_usage;
 }
 
 Result deregister_memory(void*, void* registration) {
@@ -229,11 +153,6 @@ Result close_listen(void* listener) {
   });
 }
 
-Result not_offered() {
-  warn("NCCL called a function that was not offered");
-  return Result::invalid_usage;
-}
-
 constexpr Registrations kRegistrations{register_memory, register_dmabuf, deregister_memory};
 constexpr Completion kCompletion{flush,
                                  test,
@@ -252,11 +171,6 @@ constexpr TransfersV10 kTransfers{
 
 Result connect_v8(int device, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); }
 Result accept_v8(void* listener, void** comm, Ignored*) { return accept(listener, comm); }
-
-template <int kDevices>
-Result make_virtual_device(int*, VirtualDevice<kDevices>*) {
-  return not_offered();
-}
 
 Result receive_v8(void* comm, int count, void** data, int* bytes, int* tags, void**, void** request) {
   const auto given = std::span(bytes, static_cast<std::size_t>(std::max(count, 0)));
@@ -289,8 +203,6 @@ using Net12 = NetV11<PropertiesV12, 8>;
 
 }  // namespace
 }  // namespace netfold::nccl
-
-#define NETFOLD_EXPORTED extern "C" __attribute__((visibility("default"))) const
 
 using namespace netfold::nccl;
 

@@ -106,6 +106,13 @@ Settings Settings::from_environment() {
     settings.last_port = *last;
   }
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
+  settings.switches = variable("NETFOLD_SWITCH");
+  settings.token_file = variable("NETFOLD_TOKEN_FILE");
+  settings.job_name = variable("NETFOLD_JOB_NAME");
+  settings.algorithm = variable("NETFOLD_ALGORITHM");
+  constexpr int kMostWindowBytes = 1 << 30;
+  const int window_bytes = static_cast<int>(settings.window_bytes);
+  settings.window_bytes = static_cast<std::size_t>(number("NETFOLD_WINDOW_BYTES", window_bytes, 1, kMostWindowBytes));
   settings.job_secret = read_secret(std::string(variable("NETFOLD_SECRET_FILE")));
   settings.reconnect_ns = 1'000'000'000LL * number("NETFOLD_RECONNECT_S", 10, 0, 3600);
   settings.fabric = provider_of(variable("NETFOLD_TRANSPORT"));

@@ -546,6 +546,7 @@ def test_a_switch_that_names_a_lost_one_above_it() -> None:
         b"\xff\xff\xff\xff",
         control_messages.encode({"type": "left", "ranks": "all"}),
         control_messages.encode({"type": "left"}),
+        control_messages.encode({"type": "alive"}),
         control_messages.encode({"type": "left", "ranks": [-1]}),
         struct.pack(">I", 3) + b"\xc1\xc1\xc1",
     ],
@@ -558,6 +559,12 @@ def test_garbage_after_the_start_ends_the_membership(message: bytes) -> None:
     with fake(admit_and_then(send)) as endpoint:
         said = join(0, 1, endpoint, job=JOB).watch(int(seconds(10) * 1e9))
     assert said.startswith(f"the switch at {endpoint} is gone (")
+    with fake(admit_and_then(send)) as endpoint:
+        lost: list[str] = []
+        member = Membership.join(SwitchAccess(endpoint, None, 0, (0,)), job=JOB, timeout_s=seconds(20))
+        member._receive(lambda _, why: lost.append(why))
+        member.leave("done")
+    assert len(lost) == 1 and "it sent a malformed control message" in lost[0], lost
 
 
 def test_messages_of_other_types_and_ranks_are_ignored() -> None:

@@ -44,8 +44,18 @@ def test_the_plugin_shows_nothing_but_its_tables() -> None:
         ["nm", "-D", "--defined-only", str(shared_object())], capture_output=True, text=True, check=True
     ).stdout
     assert sorted(line.split()[-1] for line in symbols.splitlines()) == [
-        f"ncclNetPlugin_v{version}" for version in (10, 11, 12, 8, 9)
+        f"{table}_v{version}" for table in ("ncclCollNetPlugin", "ncclNetPlugin") for version in (10, 11, 12, 8, 9)
     ]
+
+
+@pytest.mark.parametrize("switch", ["", "10.0.0.9:7171#" + "a" * 64])
+def test_collnet_is_on_where_there_is_a_switch(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    monkeypatch.setenv("NETFOLD_SWITCH", switch)
+    run = CliRunner().invoke(app, ["nccl-env"])
+    assert run.exit_code == 0
+    assert ("export NCCL_COLLNET_ENABLE=1\n" in run.stdout) == bool(switch)
+    assert ("CollNet will add through the switch at 10.0.0.9:7171, " in run.stderr) == bool(switch)
+    assert "a" * 64 not in run.stderr
 
 
 def test_a_build_without_the_plugin_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,12 +250,9 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
   if (!name.starts_with("strict") || plus == std::string::npos) return open_endpoint(name, host, rail);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
-  const std::map<std::string, std::uint64_t*> settings = {{"seed", &strictness.seed},
-                                                          {"fails", &strictness.fails},
-                                                          {"loses", &strictness.loses},
-                                                          {"drops", &strictness.drops},
-                                                          {"early", &strictness.early},
-                                                          {"rail", &only_rail}};
+  const std::map<std::string, std::uint64_t*> settings = {{"seed", &strictness.seed},   {"fails", &strictness.fails},
+                                                          {"loses", &strictness.loses}, {"drops", &strictness.drops},
+                                                          {"early", &strictness.early}, {"rail", &only_rail}};
   std::istringstream text(name.substr(0, plus));
   std::string field;
   std::getline(text, field, ':');

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from importlib.metadata import distributions
 from pathlib import Path
@@ -31,7 +32,8 @@ def nccl_env(
 ) -> None:
     """Print variables for the ranks of a job: `eval "$(netfold nccl-env)"`. NCCL then sends over netfold's streams.
 
-    Set them on every rank. What will be used goes to standard error.
+    Set them on every rank. What will be used goes to standard error. With NETFOLD_SWITCH, NCCL also adds through that
+    switch (CollNet).
     """
     found = plugin()
     if not found.exists():
@@ -43,12 +45,22 @@ def nccl_env(
     typer.echo("export NCCL_NET_PLUGIN=netfold")
     if require:
         typer.echo("export NCCL_NET=netfold")
+    switch = os.environ.get("NETFOLD_SWITCH", "")
+    if switch:
+        typer.echo("export NCCL_COLLNET_ENABLE=1")
     otherwise = "stops" if require else "uses its own sockets"
     typer.echo(
         f"nccl-env: NCCL 2.20.3 or later will send over netfold's TCP streams; where the plugin cannot be used, NCCL "
         f"{otherwise}, and NCCL_DEBUG=INFO says why",
         err=True,
     )
+    if switch:
+        endpoint = switch.partition("#")[0]
+        typer.echo(
+            f"nccl-env: NCCL's CollNet will add through the switch at {endpoint}, between 2 hosts and more; where that "
+            "refuses a rank, NCCL goes on with its own algorithms. NETFOLD_SWITCH must be set on every rank",
+            err=True,
+        )
     for package, numbers in _installed_nccls():
         if numbers < LEAST_NCCL:
             installed = ".".join(map(str, numbers))

@@ -42,6 +42,13 @@ class _Reply(NamedTuple):
     ranks: tuple[int, ...] | None  # that are missing; None where the switch does not know
 
 
+def _ranks(listed: Any) -> tuple[int, ...]:
+    """The ranks in a message. Raises ValueError for anything else."""
+    if not isinstance(listed, list) or any(not isinstance(rank, int) or rank < 0 for rank in listed):
+        raise ValueError(f"no list of ranks: {listed!r:.60}")
+    return tuple(listed)
+
+
 class Membership:
     """One rank's membership, made by `join`.
 
@@ -228,7 +235,7 @@ class Membership:
             while True:
                 message = self._client.receive()
                 if message["type"] in ("stragglers", "alive"):
-                    ranks = tuple(int(rank) for rank in message.get("ranks", ()))
+                    ranks = _ranks(message.get("ranks", []))
                     with self._changed:
                         if message["serial"] in self._replies:
                             self._replies[message["serial"]] = _Reply(None if message.get("unknown") else ranks)
@@ -237,13 +244,15 @@ class Membership:
                     fault = message.get("fault")
                     why = str(message.get("reason", "")), fault if isinstance(fault, int) else -1
                     with self._changed:
-                        self._left.update((int(rank), why) for rank in message["ranks"])
+                        self._left.update((rank, why) for rank in _ranks(message["ranks"]))
                 elif message["type"] == "refused":
                     # The lost switch may be another one of the tree.
                     reason = str(message.get("reason"))
                     lost_endpoint = str(message.get("switch") or lost_endpoint)
-        except (EOFError, OSError, ProtocolError, ValueError):
+        except (EOFError, OSError):
             pass
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"it sent a malformed control message: {error!r}"
         if os.getpid() == pid:
             self._report_loss(lost, reason, lost_endpoint)
 

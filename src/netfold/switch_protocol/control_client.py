@@ -221,7 +221,10 @@ def query_quota(
 
 def _connect(name: str, host: str, port: int, address: str, timeout_s: float) -> socket.socket:
     try:
-        return socket.create_connection((host, port), timeout=timeout_s)
+        stream = socket.create_connection((host, port), timeout=timeout_s)
+        # Where a message follows another one, it waits for no delayed acknowledgement.
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return stream
     except ConnectionRefusedError:
         raise UnreachableError(
             f"{name} refused the connection: nothing listens there. Start it with `netfold switch --listen {address}`, "

@@ -1,5 +1,6 @@
-// NCCL's interface of network plugins, versions 8 to 12: the layouts that NCCL 2.19 to 2.32 read and call. NCCL looks for
-// the newest version that it knows among the symbols ncclNetPlugin_vN of the shared object.
+// NCCL's interfaces of network plugins, versions 8 to 12: the layouts that NCCL 2.19 to 2.32 read and call. NCCL looks for
+// the newest version that it knows among the symbols ncclNetPlugin_vN of the shared object, and of collective networks
+// among ncclCollNetPlugin_vN.
 //
 // Facts from NCCL's headers, src/include/plugin/net/net_vN.h; the declarations are netfold's own.
 #pragma once
@@ -182,6 +183,89 @@ struct NetV11 {
   Result (*make_virtual_device)(int* device, VirtualDevice<kDevices>*);
   Result (*finalize)(void* context);
   Result (*set_attributes)(void* context, Ignored attributes);
+};
+
+// --- collective networks (CollNet) -----------------------------------------------------------------------------------
+
+// ncclDataType_t
+enum class DataType : int {
+  i8 = 0,
+  u8 = 1,
+  i32 = 2,
+  u32 = 3,
+  i64 = 4,
+  u64 = 5,
+  f16 = 6,
+  f32 = 7,
+  f64 = 8,
+  bf16 = 9,
+};
+
+// ncclRedOp_t
+enum class Reduction : int { sum = 0, product = 1, max = 2, min = 3 };
+
+// ncclNetSGE_vN_t: a part of memory.
+template <class Size>
+struct Part {
+  void* registration;
+  void* address;
+  Size size;
+};
+
+// The functions behind `connect`, which all versions have. In version 8 sizes of parts and counts have fewer bits.
+//
+// all_gather and reduce_scatter work on a window of the vector of all ranks' blocks, which has bytes_per_rank bytes a
+// rank. `data` is the place of the part of this rank's block that lies in the window.
+template <class Count, class PartSize>
+struct Collectives {
+  Result (*connect)(void* handles[], int ranks, int rank, void* listener, void** comm);
+  Result (*supports)(DataType type, Reduction reduction, int* supported);
+  Registrations registrations;
+  Result (*all_reduce)(void* comm, void* data, void* into, Count count, DataType type, Reduction reduction,
+                       void* registration, void* registration_into, void** request);
+  Result (*all_gather)(void* comm, void* data, int parts, Part<PartSize>* into, std::size_t bytes_per_rank,
+                       std::size_t window_offset, std::size_t window_bytes, void* registration, void** request);
+  Result (*reduce_scatter)(void* comm, int parts, Part<PartSize>* data, void* into, std::size_t bytes_per_rank,
+                           std::size_t window_offset, std::size_t window_bytes, DataType type, Reduction reduction,
+                           void* registration_into, void** request);
+  Result (*flush)(void* comm, void* data, int bytes, void* registration, void** request);
+  Result (*test)(void* request, int* done, int* bytes);
+  Result (*close)(void* comm);
+  Result (*close_listen)(void* listener);
+};
+
+// ncclCollNet_v8_t
+struct CollNetV8 {
+  const char* name;
+  Result (*init)(Logger);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, PropertiesV8*);
+  Result (*listen)(int device, void* handle, void** listener);
+  Collectives<int, std::uint32_t> collectives;
+};
+
+// ncclCollNet_v9_t and ncclCollNet_v10_t
+struct CollNetV9 {
+  const char* name;
+  Result (*init)(Logger);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, PropertiesV9*);
+  Result (*listen)(int device, void* handle, void** listener);
+  Collectives<std::size_t, std::size_t> collectives;
+  Result (*make_virtual_device)(int* device, VirtualDevice<4>*);
+};
+
+// ncclCollNet_v11_t and ncclCollNet_v12_t
+template <class Properties, int kDevices>
+struct CollNetV11 {
+  const char* name;
+  Result (*init)(void** context, std::uint64_t comm_id, Logger);
+  Result (*devices)(int* count);
+  Result (*properties)(int device, Properties*);
+  Result (*listen)(void* context, int device, void* handle, void** listener);
+  Collectives<std::size_t, std::size_t> collectives;
+  Result (*make_virtual_device)(int* device, VirtualDevice<kDevices>*);
+  Result (*finalize)(void* context);
 };
 
 }  // namespace netfold::nccl

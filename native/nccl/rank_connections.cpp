@@ -1,0 +1,158 @@
+#include "rank_connections.hpp"
+
+#include <poll.h>
+#include <netfold/transport/tcp/tcp_pipe.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace netfold::nccl {
+namespace {
+
+using transport::Mesh;
+using transport::now_ns;
+
+// By purpose. Only rank 0 has all three to each rank.
+enum Purpose : std::size_t { kMesh, kFallback, kToFirst, kPurposes };
+
+// All pipes that there will be are there from the beginning.
+class NoPipes final : public transport::PipeMaker {
+ public:
+  explicit NoPipes(bool is_secured) : is_secured_(is_secured) {}
+  std::unique_ptr<transport::Pipe> make(int peer) override {
+    throw std::logic_error("there is no connection to rank " + std::to_string(peer));
+  }
+  // A socket may take part of a record; `flush` writes the rest.
+  bool needs_progress() const override { return is_secured_; }
+
+ private:
+  bool is_secured_;
+};
+
+using Pipes = std::vector<std::unique_ptr<transport::Pipe>>;
+
+void add(std::array<Pipes, kPurposes>& pipes, int peer, Connections connections) {
+  for (std::size_t purpose = 0; purpose < connections.sockets.size(); ++purpose) {
+    std::vector<transport::Fd> one;
+    one.push_back(std::move(connections.sockets[purpose]));
+    pipes[purpose][static_cast<std::size_t>(peer)] = std::make_unique<transport::TcpPipe>(
+        std::move(one), std::vector{connections.secrets[purpose]}, false, [](int, bool) {});
+  }
+}
+
+[[noreturn]] void fail(int peer, const std::string& why) {
+  throw std::runtime_error("rank " + std::to_string(peer) + " " + why);
+}
+
+enum class Direction { send, receive };
+
+// Moves all bytes, or throws.
+void move(Mesh& mesh, int peer, Direction direction, std::span<std::byte> bytes, std::int64_t deadline_ns) {
+  std::vector<pollfd> fds;
+  bool is_flushed = direction == Direction::receive;
+  while (!bytes.empty() || !is_flushed) {
+    bool moved = false;
+    if (!bytes.empty()) {
+      const iovec piece{bytes.data(), bytes.size()};
+      const auto io = direction == Direction::send ? mesh.send(peer, {&piece, 1}) : mesh.receive(peer, {&piece, 1});
+      if (io.closed) fail(peer, "closed its connection");
+      bytes = bytes.subspan(io.bytes);
+      moved = io.bytes > 0;
+    }
+    if (direction == Direction::send) is_flushed = mesh.flush();
+    if (moved || (bytes.empty() && is_flushed)) continue;
+    const std::int64_t left_ms = (deadline_ns - now_ns()) / 1'000'000;
+    if (left_ms <= 0) fail(peer, "did not answer in time");
+    fds.clear();
+    mesh.wait_for(peer, direction == Direction::send ? POLLOUT : POLLIN, fds);
+    mesh.wait_to_flush(fds);
+    ::poll(fds.data(), fds.size(), static_cast<int>(std::min<std::int64_t>(left_ms, 100)));
+  }
+}
+
+// Travels whole, so that its size is known.
+struct Report {
+  std::int64_t after_ns = 0;
+  std::uint32_t bytes = 0;
+  std::array<char, 500> text{};
+
+  explicit Report(const std::string& what = {}, std::int64_t after = 0)
+      : after_ns(after), bytes(static_cast<std::uint32_t>(std::min(what.size(), text.size()))) {
+    std::memcpy(text.data(), what.data(), bytes);
+  }
+  std::string what() const { return {text.data(), std::min<std::size_t>(bytes, text.size())}; }
+};
+static_assert(sizeof(Report) == 512);
+
+std::span<std::byte> bytes_of(Report& report) { return std::as_writable_bytes(std::span(&report, 1)); }
+
+}  // namespace
+
+RankConnections RankConnections::connect(Listener& listener, std::span<const Handle> handles, int rank,
+                                         std::int64_t deadline_ns) {
+  const int size = static_cast<int>(handles.size());
+  Endpoint& endpoint = Endpoint::instance();
+  std::array<Pipes, kPurposes> pipes;
+  for (Pipes& each : pipes) each.resize(handles.size());
+  const auto count = [](int lower) { return static_cast<int>(lower == 0 ? kPurposes : kToFirst); };
+  for (int peer = 0; peer < size; ++peer) {
+    try {
+      require_own(handles[static_cast<std::size_t>(peer)]);
+    } catch (const std::runtime_error& error) {
+      fail(peer, std::string("cannot take part: ") + error.what());
+    }
+  }
+  for (int peer = 0; peer < rank; ++peer) {
+    try {
+      add(pipes, peer, endpoint.join(handles[static_cast<std::size_t>(peer)], rank, count(peer), deadline_ns));
+    } catch (const std::exception& error) {
+      fail(peer, std::string("cannot be reached: ") + error.what());
+    }
+  }
+  const auto is_absent = [&](int peer) { return pipes[kMesh][static_cast<std::size_t>(peer)] == nullptr; };
+  for (int missing = size - 1 - rank; missing > 0; --missing) {
+    auto member = listener.next_member(deadline_ns);
+    if (!member) {
+      for (int peer = rank + 1; peer < size; ++peer) {
+        if (is_absent(peer)) fail(peer, "did not connect in time");
+      }
+    }
+    if (member->rank <= rank || member->rank >= size || !is_absent(member->rank) ||
+        member->connections.sockets.size() != static_cast<std::size_t>(count(rank))) {
+      fail(member->rank, "connected as no rank of this communicator does");
+    }
+    add(pipes, member->rank, std::move(member->connections));
+  }
+  const bool is_secured = endpoint.settings().security != auth::Security::none;
+  const auto made = [&](Purpose purpose) {
+    return std::make_unique<Mesh>(rank, std::move(pipes[purpose]), std::make_unique<NoPipes>(is_secured));
+  };
+  return {made(kMesh), made(kToFirst), made(kFallback)};
+}
+
+void RankConnections::broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns) {
+  if (rank() > 0) return move(*to_first, 0, Direction::receive, bytes, deadline_ns);
+  for (int peer = 1; peer < size(); ++peer) move(*to_first, peer, Direction::send, bytes, deadline_ns);
+}
+
+std::string RankConnections::first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns) {
+  const std::string name = "rank " + std::to_string(rank()) + ": ";
+  Report first(own.empty() || own.starts_with(name) ? own : name + own, now_ns() - began_ns);
+  if (rank() > 0) {
+    move(*to_first, 0, Direction::send, bytes_of(first), deadline_ns);
+  } else {
+    for (int peer = 1; peer < size(); ++peer) {
+      Report report;
+      move(*to_first, peer, Direction::receive, bytes_of(report), deadline_ns);
+      if (report.bytes > 0 && (first.bytes == 0 || report.after_ns < first.after_ns)) first = report;
+    }
+  }
+  broadcast(bytes_of(first), deadline_ns);
+  return first.what();
+}
+
+}  // namespace netfold::nccl

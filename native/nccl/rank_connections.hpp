@@ -1,0 +1,40 @@
+// The connections among the ranks of a collective communicator, and the agreement of its ranks before the first
+// operation.
+//
+// Each pair of ranks has two connections: for host algorithms beside the switch, and for those in place of a lost switch
+// (collective/switch_path.hpp). Each rank has one more to rank 0, for agreements. A connection that breaks ends the
+// communicator: none is made again.
+#pragma once
+
+#include <netfold/transport/mesh.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "endpoint.hpp"
+
+namespace netfold::nccl {
+
+struct RankConnections {
+  std::unique_ptr<transport::Mesh> mesh, to_first, fallback;
+
+  int rank() const { return mesh->rank(); }
+  int size() const { return mesh->size(); }
+
+  // Connects to all other ranks; each of them calls this with the same handles. Blocks. Throws std::runtime_error with
+  // the rank that cannot be reached.
+  static RankConnections connect(Listener& listener, std::span<const Handle> handles, int rank,
+                                 std::int64_t deadline_ns);
+
+  // The same bytes on every rank: those of rank 0. Each function blocks, and every rank calls it.
+  // Throws std::runtime_error with the rank that did not answer until `deadline_ns`, or is gone.
+  void broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns);
+  // own: why this rank cannot go on; empty: it can. began_ns: when it began to find out.
+  // Returns the same on every rank: "rank 3: why" of the problem that came up soonest, which may be the cause of others;
+  // nothing where all can go on.
+  std::string first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns);
+};
+
+}  // namespace netfold::nccl
