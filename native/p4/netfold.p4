@@ -155,8 +155,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, inout standard
       slot_complete.read(has_result, meta.slot);
       bool complete = summed && (meta.job.has_parent == 0 || has_result == 1);
       bool present = hdr.netfold.chunk < next && hdr.netfold.chunk + (bit<64>)meta.job.mask + 1 == next;
-      bit<128> call = hdr.netfold.operation ++ hdr.netfold.elements ++ hdr.netfold.count ++ hdr.netfold.wire ++
-                      hdr.netfold.reduce ++ hdr.netfold.choices ++ 16w0;
+      bit<128> call = hdr.netfold.operation ++ hdr.netfold.elements ++ hdr.netfold.shape ++ hdr.netfold.choices ++ 16w0;
       bit<128> agreed;
       slot_call.read(agreed, meta.slot);
       if (hdr.netfold.chunk < next && !present) {
@@ -187,9 +186,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, inout standard
           meta.disagrees = 1;
           meta.operation = agreed[127:96];
           meta.elements = agreed[95:64];
-          meta.count = agreed[63:48];
-          meta.wire = agreed[47:40];
-          meta.reduce = agreed[39:32];
+          meta.shape = agreed[63:32];
           meta.choices = agreed[31:16];
           slot_first.read(meta.first, meta.slot);
         } else if (present && complete) {
@@ -259,10 +256,12 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, inout standard
 
 control SwitchEgress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard) {
   Address() address;
+  FirstCall() first_call;
 
   apply {
     if (meta.leaving == TO_PARENT || (meta.leaving != FORWARDED && standard.egress_rid != 0)) {
       address.apply(hdr, meta, standard.egress_rid - 1);
+      first_call.apply(hdr, meta, standard.egress_rid - 1);
     } else if (standard.egress_rid != 0 && standard.egress_port == standard.ingress_port) {
       mark_to_drop(standard);  // a frame is not flooded to where it came from
     }

@@ -1,14 +1,21 @@
 // The hardware profile of the aggregation protocol for Tofino (TNA, T2NA). netfold.p4 is the same for bmv2, and has the
 // theory of operation.
 //
-// What differs. A register can be accessed once by a packet, in one of the pipeline's stages, so a slot's chunk moves on
-// before its bitmap is read: a contribution to the next chunk opens it although the present chunk is not complete. An
-// honest worker cannot send such a packet (docs/reference/protocol.md, why a slot may be reused), and no sum is wrong
-// after one: the slot's other contributions are then stale. Chunks are compared as 32 bits with a sign, so the control
-// plane ends a generation before chunk 2^31. A mismatch tells every worker what its sender called; the sender learns
-// over the control connection that its peers ended. Slot s of a new job begins with chunk s - S, complete. With a
-// parent, too, a slot moves on although the parent's result is not there; the answer above holds for it as well.
-// Nothing compares the owner of the pipeline: the switch's own control interface has one client.
+// What differs. A register can be accessed once by a packet, in one of the pipeline's stages, so a slot's chunk moves
+// on before its bitmap is read: a contribution to the next chunk opens it although the present chunk is not complete.
+// An honest worker cannot send such a packet (docs/reference/protocol.md, why a slot may be reused), and no sum is wrong
+// after one: the slot's other contributions are then stale. Slot s of a new job begins with chunk s - S, complete.
+// Chunks are compared as 32 bits with a sign, so the control plane ends a generation before chunk 2^31. Any above is
+// stale, but for 2^32 + s - S, which is the chunk that slot s of a new job begins with. A mismatch tells every worker
+// what its sender called; the sender learns over the control connection that its peers ended. With a parent, too, a slot
+// moves on although the parent's result is not there; the answer above holds for it as well. Nothing compares the owner
+// of the pipeline: the switch's own control interface has one client.
+//
+// How it fits. An action has one stage, so each step below is a table or a register action that needs only what earlier
+// stages left: order (slot_chunk), differs (slot_operation, slot_shape), had (slot_workers), has_result
+// (slot_complete), `progress`, values. Comparisons of a register with the packet are in its stateful ALU. `had` and the
+// worker's number decide in one ternary table, because a worker's bit is 1 << its number, and the bits of workers that
+// the job has not are set.
 #include <core.p4>
 #if __TARGET_TOFINO__ == 2
 #include <t2na.p4>
@@ -92,6 +99,25 @@ parser IngressParser(packet_in packet, out headers_t hdr, out metadata_t meta,
 #define CLEAR(i) hdr.values.v##i = 0;
 #define APPLY(i) value_##i.apply();
 
+typedef bit<2> order_t;
+const order_t ORDER_PRESENT = 0;
+const order_t ORDER_NEXT = 1;
+const order_t ORDER_STALE = 2;
+const order_t ORDER_BEYOND = 3;  // of a packet from the parent, where a worker's would be next
+
+typedef bit<2> kind_t;
+const kind_t KIND_NONE = 0;  // nothing leaves
+const kind_t KIND_RESULT = 1;
+const kind_t KIND_MISMATCH = 2;
+const kind_t KIND_SUM = 3;
+
+#define ALL 0xffffffff  // workers
+
+struct pair_t {
+  bit<32> lo;
+  bit<32> hi;
+}
+
 typedef bit<4> step_t;
 const step_t STEP_STORE = 1;
 const step_t STEP_ADD = 2;
@@ -103,6 +129,34 @@ control Values(inout headers_t hdr, in metadata_t meta, in step_t step) {
   apply { EACH(APPLY) }
 }
 
+#define LITERAL(text) #text
+// Tofino 2 has 48 containers of 32 bits in which a packet's fields can be computed. A value's bytes are swapped within
+// one; egress leaves them to ingress.
+#define PLACE(i) @pa_container_size("ingress", LITERAL(hdr.values.v##i), 32)
+EACH(PLACE)
+@pa_container_size("ingress", "hdr.udp.src", 16)
+@pa_container_size("ingress", "hdr.udp.dst", 16)
+@pa_container_size("ingress", "hdr.udp.length", 16)
+@pa_container_size("ingress", "hdr.udp.checksum", 16)
+@pa_container_size("egress", "hdr.ethernet.dst", 16)
+@pa_container_size("egress", "hdr.ethernet.src", 16)
+@pa_container_size("egress", "hdr.ipv4.src", 16)
+@pa_container_size("egress", "hdr.ipv4.dst", 16)
+@pa_container_size("egress", "hdr.udp.src", 16)
+@pa_container_size("egress", "hdr.udp.dst", 16)
+@pa_container_size("egress", "hdr.netfold.job", 16)
+@pa_container_size("egress", "hdr.netfold.epoch", 16)
+@pa_container_size("egress", "hdr.netfold.incarnation", 16)
+// A pair of whole words reaches a stateful ALU without a hash function, of which a stage has few.
+@pa_container_size("ingress", "hdr.netfold.operation", 32)
+@pa_container_size("ingress", "hdr.netfold.elements", 32)
+@pa_container_size("ingress", "hdr.netfold.shape", 32)
+#if __TARGET_TOFINO__ == 1
+@pa_container_size("ingress", "meta.job.index", 16)
+// Two tables of one stage cannot write to one container.
+@pa_solitary("ingress", "differs_2")
+@pa_solitary("ingress", "differs_3")
+#endif
 control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
                       inout ingress_intrinsic_metadata_for_deparser_t for_deparser,
@@ -110,35 +164,52 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
   Check() check;
   Answer() answer;
   Values() values;
-  Counter<bit<32>, bit<10>>(NETFOLD_JOBS * NETFOLD_COUNTERS, CounterType_t.PACKETS) outcomes;
+  Counter<bit<32>, bit<14>>(NETFOLD_JOBS * NETFOLD_COUNTERS, CounterType_t.PACKETS) outcomes;
 
+  // What a packet's chunk is to the slot's. Only a worker's packet moves the slot on.
   Register<int<32>, bit<32>>(NETFOLD_SLOTS) slot_chunk;
-  RegisterAction<int<32>, bit<32>, int<32>>(slot_chunk) enter = {
-    void apply(inout int<32> chunk, out int<32> before) {
-      before = chunk;
+  RegisterAction<int<32>, bit<32>, order_t>(slot_chunk) enter = {
+    void apply(inout int<32> chunk, out order_t order) {
       if (chunk < (int<32>)hdr.netfold.chunk[31:0]) {
+        order = ORDER_NEXT;
         chunk = (int<32>)hdr.netfold.chunk[31:0];
+      } else if (chunk > (int<32>)hdr.netfold.chunk[31:0]) {
+        order = ORDER_STALE;
+      } else {
+        order = ORDER_PRESENT;
       }
     }
   };
-
-  RegisterAction<int<32>, bit<32>, int<32>>(slot_chunk) look = {
-    void apply(inout int<32> chunk, out int<32> before) { before = chunk; }
+#if NETFOLD_LEAF
+  RegisterAction<int<32>, bit<32>, order_t>(slot_chunk) look = {
+    void apply(inout int<32> chunk, out order_t order) {
+      if (chunk < (int<32>)hdr.netfold.chunk[31:0]) {
+        order = ORDER_BEYOND;
+      } else if (chunk > (int<32>)hdr.netfold.chunk[31:0]) {
+        order = ORDER_STALE;
+      } else {
+        order = ORDER_PRESENT;
+      }
+    }
   };
+#endif
 
+  // Who contributed. The bits of workers that the job has not are set, so a complete chunk has all bits.
   Register<bit<32>, bit<32>>(NETFOLD_SLOTS) slot_workers;
   RegisterAction<bit<32>, bit<32>, bit<32>>(slot_workers) first_worker = {
     void apply(inout bit<32> workers, out bit<32> before) {
-      workers = meta.member;
-      before = 0;
+      workers = meta.present;
+      before = meta.absent;
     }
   };
   RegisterAction<bit<32>, bit<32>, bit<32>>(slot_workers) next_worker = {
     void apply(inout bit<32> workers, out bit<32> before) {
       before = workers;
-      workers = workers | meta.member;
+      workers = workers | meta.present;
     }
   };
+
+#if NETFOLD_LEAF
   RegisterAction<bit<32>, bit<32>, bit<32>>(slot_workers) get_workers = {
     void apply(inout bit<32> workers, out bit<32> before) { before = workers; }
   };
@@ -160,52 +231,50 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
       complete = 1;
     }
   };
+#endif
 
-  // The call descriptor, in words of 32 bits. Each action returns the word that was agreed on.
-#define WORD(name, field)                                                     \
-  Register<bit<32>, bit<32>>(NETFOLD_SLOTS) slot_##name;                      \
-  RegisterAction<bit<32>, bit<32>, bit<32>>(slot_##name) set_##name = {       \
-    void apply(inout bit<32> word, out bit<32> agreed) {                      \
-      word = field;                                                           \
-      agreed = word;                                                          \
+  // The call descriptor, in pairs of words. The first contribution stores it, and each later one learns whether it
+  // differs.
+#define CALL(name, first, second)                                             \
+  Register<pair_t, bit<32>>(NETFOLD_SLOTS) slot_##name;                       \
+  RegisterAction<pair_t, bit<32>, bit<1>>(slot_##name) set_##name = {         \
+    void apply(inout pair_t call, out bit<1> differs) {                       \
+      call.lo = first;                                                        \
+      call.hi = second;                                                       \
+      differs = 0;                                                            \
     }                                                                         \
   };                                                                          \
-  RegisterAction<bit<32>, bit<32>, bit<32>>(slot_##name) get_##name = {       \
-    void apply(inout bit<32> word, out bit<32> agreed) { agreed = word; }     \
+  RegisterAction<pair_t, bit<32>, bit<1>>(slot_##name) check_##name = {       \
+    void apply(inout pair_t call, out bit<1> differs) {                       \
+      if (call.lo != first || call.hi != second) {                            \
+        differs = 1;                                                          \
+      } else {                                                                \
+        differs = 0;                                                          \
+      }                                                                       \
+    }                                                                         \
   };
-  bit<32> shape = 0;
-  bit<32> choices = 0;
-  WORD(operation, hdr.netfold.operation)
-  WORD(elements, hdr.netfold.elements)
-  WORD(shape, shape)
-  WORD(choices, choices)
+  CALL(operation, hdr.netfold.operation, hdr.netfold.elements)
+  CALL(shape, hdr.netfold.shape, (bit<32>)hdr.netfold.choices)
 
-  // The result's packet number, whose high half is 0, and the worker whose contribution came last.
-  Register<bit<32>, bit<16>>(NETFOLD_JOBS) job_results;
-  RegisterAction<bit<32>, bit<16>, bit<32>>(job_results) next_result = {
+  // packet_number of what leaves, by job and kind; the high half is 0.
+  Register<bit<32>, bit<10>>(4 * NETFOLD_JOBS) job_answers;
+  RegisterAction<bit<32>, bit<10>, bit<32>>(job_answers) next_answer = {
     void apply(inout bit<32> count, out bit<32> number) {
       count = count + 1;
       number = count;
     }
   };
-  Register<bit<32>, bit<16>>(NETFOLD_JOBS) job_mismatches;
-  RegisterAction<bit<32>, bit<16>, bit<32>>(job_mismatches) next_mismatch = {
-    void apply(inout bit<32> count, out bit<32> number) {
-      count = count + 1;
-      number = count;
-    }
+  // Of the result: its packet_number, and the worker whose contribution came last.
+#define WORD(name, type, field)                                        \
+  Register<type, bit<32>>(NETFOLD_SLOTS) slot_##name;                  \
+  RegisterAction<type, bit<32>, type>(slot_##name) set_##name = {      \
+    void apply(inout type word) { word = field; }                      \
+  };                                                                   \
+  RegisterAction<type, bit<32>, type>(slot_##name) get_##name = {      \
+    void apply(inout type word, out type kept) { kept = word; }        \
   };
-  Register<bit<32>, bit<16>>(NETFOLD_JOBS) job_sums;
-  RegisterAction<bit<32>, bit<16>, bit<32>>(job_sums) next_sum = {
-    void apply(inout bit<32> count, out bit<32> number) {
-      count = count + 1;
-      number = count;
-    }
-  };
-  bit<32> number = 0;
-  bit<32> last = 0;
-  WORD(number, number)
-  WORD(last, last)
+  WORD(number, bit<32>, hdr.netfold.packet_number[31:0])
+  WORD(last, bit<16>, meta.name)
 
   action forward(port_t port) { for_tm.ucast_egress_port = (PortId_t)port; }
   action flood() { for_tm.mcast_grp_a = 1; }
@@ -217,7 +286,117 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
   }
 
   action swap() { EACH(SWAP) }
-  action clear() { EACH(CLEAR) }
+  action swap_back() { EACH(SWAP) }
+
+  step_t step = 0;
+  order_t order = 0;
+  bit<1> differs_0 = 0;
+  bit<1> differs_1 = 0;
+  bit<32> had = 0;
+  bit<8> has_result = 0;
+  kind_t kind = 0;
+
+  action take(step_t taken) { step = taken; }
+  table steps {
+    key = {
+      meta.job.from_parent: ternary;
+      order: ternary;
+      meta.operator: ternary;
+    }
+    actions = { take; }
+    default_action = take(STEP_OR);
+    const entries = {
+      (1, _, _): take(STEP_STORE);
+      (_, ORDER_NEXT, _): take(STEP_STORE);
+      (_, _, SUM): take(STEP_ADD);
+      (_, _, MAX): take(STEP_LARGER);
+    }
+    size = 4;
+  }
+
+#if NETFOLD_LEAF
+  action do_open() { has_result = open_slot.execute(meta.slot); }
+  action do_finish() { has_result = finish_slot.execute(meta.slot); }
+  action do_get() { has_result = get_complete.execute(meta.slot); }
+  table results {
+    key = {
+      meta.job.from_parent: ternary;
+      order: ternary;
+      differs_0: ternary;
+      differs_1: ternary;
+      hdr.netfold.flags: ternary;
+      had: ternary;
+    }
+    actions = { do_open; do_finish; do_get; NoAction; }
+    default_action = NoAction();
+    const entries = {
+      (_, ORDER_NEXT, _, _, _, _): do_open();
+      (1, ORDER_PRESENT, 0, 0, FROM_SWITCH, ALL): do_finish();
+      (_, _, _, _, _, _): do_get();
+    }
+    size = 3;
+  }
+#endif
+
+  action store() { }
+  action drop(outcome_t outcome) {
+    meta.outcome = outcome;
+    step = 0;
+  }
+  // The packet becomes the result, or the sum for the parent.
+  action complete(outcome_t outcome, kind_t numbered) {
+    meta.outcome = outcome;
+    kind = numbered;
+  }
+  // An or with nothing reads what the slot keeps.
+  action resend(outcome_t outcome, kind_t numbered) {
+    meta.outcome = outcome;
+    kind = numbered;
+    step = STEP_OR;
+    EACH(CLEAR)
+  }
+  action disagree() {
+    meta.outcome = DISAGREES;
+    kind = KIND_MISMATCH;
+    meta.disagrees = 1;
+    step = 0;
+    EACH(CLEAR)
+  }
+  // `had` has the bits of the workers that contributed before, and of those that the job has not.
+#define BIT(i) (32w1 << i)
+#define HAS(i) (0, _, _, _, _, _, _, i, BIT(i) &&& BIT(i)): drop(DUPLICATE);
+#define ROOT_LACKS(i) (0, 0, _, _, _, _, _, i, (ALL ^ BIT(i)) &&& (ALL ^ BIT(i))): complete(COMPLETED, KIND_RESULT);
+#define LEAF_LACKS(i) (0, 1, _, _, _, _, _, i, (ALL ^ BIT(i)) &&& (ALL ^ BIT(i))): complete(SUMMED, KIND_SUM);
+  table progress {
+    key = {
+      meta.job.from_parent: ternary;
+      meta.job.has_parent: ternary;
+      order: ternary;
+      differs_0: ternary;
+      differs_1: ternary;
+      has_result: ternary;
+      hdr.netfold.flags: ternary;
+      hdr.netfold.worker: ternary;
+      had: ternary;
+    }
+    actions = { store; drop; complete; resend; disagree; }
+    default_action = store();
+    const entries = {
+      (1, _, ORDER_PRESENT, _, _, 1, _, _, _): drop(DUPLICATE);
+      (1, _, _, _, _, _, MISMATCH &&& MISMATCH, _, _): disagree();
+      (1, _, ORDER_PRESENT, 0, 0, _, _, _, ALL): complete(COMPLETED, KIND_RESULT);
+      (1, _, ORDER_PRESENT, _, _, _, _, _, ALL): drop(MALFORMED);
+      (1, _, _, _, _, _, _, _, _): drop(WINDOW);
+      (0, _, _, 1, _, _, _, _, _): disagree();
+      (0, _, _, _, 1, _, _, _, _): disagree();
+      (0, 1, _, _, _, 0, _, _, ALL): resend(SUM_RESENT, KIND_SUM);
+      (0, _, _, _, _, _, _, _, ALL): resend(RESENT, KIND_RESULT);
+      FIRST_32(HAS)
+      FIRST_32(ROOT_LACKS)
+      FIRST_32(LEAF_LACKS)
+    }
+    size = 128;
+  }
 
   apply {
     hdr.bridge.setValid();
@@ -227,138 +406,71 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
     if (!counts) {
       hosts.apply();
     } else {
-      step_t step = 0;
+      swap();
       if (meta.outcome == STORED) {
-        int<32> before = 0;
+#if NETFOLD_LEAF
         if (meta.job.from_parent == 1) {
-          before = look.execute(meta.slot);
-        } else {
-          before = enter.execute(meta.slot);
+          order = look.execute(meta.slot);
+        } else
+#endif
+        {
+          order = enter.execute(meta.slot);
         }
-        int<32> ahead = (int<32>)hdr.netfold.chunk[31:0] - before;
-        if (ahead < 0) {
+        if (order == ORDER_STALE) {
           meta.outcome = STALE;
         } else {
-          bit<1> opens = 0;
-          if (ahead != 0 && meta.job.from_parent == 0) {
-            opens = 1;
-          }
-          shape = hdr.netfold.count ++ hdr.netfold.wire ++ hdr.netfold.reduce;
-          choices = (bit<32>)hdr.netfold.choices;
-          bit<32> differs = 0;
-          if (opens == 1) {
-            set_operation.execute(meta.slot);
-            set_elements.execute(meta.slot);
-            set_shape.execute(meta.slot);
-            set_choices.execute(meta.slot);
+          if (order == ORDER_NEXT) {
+            differs_0 = set_operation.execute(meta.slot);
+            differs_1 = set_shape.execute(meta.slot);
           } else {
-            differs = differs | (get_operation.execute(meta.slot) ^ hdr.netfold.operation);
-            differs = differs | (get_elements.execute(meta.slot) ^ hdr.netfold.elements);
-            differs = differs | (get_shape.execute(meta.slot) ^ shape);
-            differs = differs | (get_choices.execute(meta.slot) ^ choices);
+            differs_0 = check_operation.execute(meta.slot);
+            differs_1 = check_shape.execute(meta.slot);
           }
-          bit<32> had = 0;
-          if (opens == 1) {
+          if (order == ORDER_NEXT) {
             had = first_worker.execute(meta.slot);
-          } else if (meta.job.from_parent == 1 || differs != 0) {
-            had = get_workers.execute(meta.slot);
-          } else {
+          } else if (meta.job.from_parent == 0 && differs_0 == 0 && differs_1 == 0) {
             had = next_worker.execute(meta.slot);
           }
-          bit<1> mismatch = 0;
-          if (hdr.netfold.flags & MISMATCH != 0) {
-            mismatch = 1;
+#if NETFOLD_LEAF
+          else {
+            had = get_workers.execute(meta.slot);
           }
-          bit<8> complete = 0;
-          if (opens == 1) {
-            complete = open_slot.execute(meta.slot);
-          } else if (meta.job.from_parent == 1 && ahead == 0 && mismatch == 0 && had == meta.job.all && differs == 0) {
-            complete = finish_slot.execute(meta.slot);
-          } else {
-            complete = get_complete.execute(meta.slot);
-          }
-          if (meta.job.from_parent == 1) {
-            if (ahead == 0 && complete == 1) {
-              meta.outcome = DUPLICATE;
-            } else if (mismatch == 1) {
-              meta.outcome = DISAGREES;
-            } else if (ahead != 0 || had != meta.job.all) {
-              meta.outcome = WINDOW;
-            } else if (differs != 0) {
-              meta.outcome = MALFORMED;
-            } else {
-              meta.outcome = COMPLETED;
-            }
-          } else if (differs != 0) {
-            meta.outcome = DISAGREES;
-          } else if (had == meta.job.all) {
-            if (meta.job.has_parent == 1 && complete == 0) {
-              meta.outcome = SUM_RESENT;
-            } else {
-              meta.outcome = RESENT;
-            }
-          } else if (had & meta.member != 0) {
-            meta.outcome = DUPLICATE;
-          } else if (had | meta.member == meta.job.all) {
-            if (meta.job.has_parent == 1) {
-              meta.outcome = SUMMED;
-            } else {
-              meta.outcome = COMPLETED;
-            }
-          }
-          if (meta.outcome == RESENT || meta.outcome == SUM_RESENT) {
-            clear();  // an or with nothing reads what the slot keeps
-            step = STEP_OR;
-          } else if (meta.outcome == DISAGREES) {
-            clear();
-            meta.disagrees = 1;
-          } else if (meta.outcome == STORED || meta.outcome == SUMMED || meta.outcome == COMPLETED) {
-            swap();
-            if (opens == 1 || meta.job.from_parent == 1) {
-              step = STEP_STORE;
-            } else if (meta.operator == SUM) {
-              step = STEP_ADD;
-            } else if (meta.operator == MAX) {
-              step = STEP_LARGER;
-            } else {
-              step = STEP_OR;
-            }
-          }
+          results.apply();
+#endif
+          steps.apply();
+          progress.apply();
           values.apply(hdr, meta, step);
-          if (step != 0) {
-            swap();
-          }
         }
       }
-      outcomes.count(meta.job.index[3:0] ++ meta.job.from_parent ++ meta.outcome);
+      swap_back();
+      outcomes.count(meta.job.index[7:0] ++ meta.job.from_parent ++ meta.outcome);
       hdr.netfold.worker = meta.name;
-      hdr.bridge.leaving = TO_WORKERS;
+      hdr.netfold.packet_number[63:32] = 0;
+      hdr.bridge.index = meta.job.index;
       if (meta.job.from_parent == 1) {
         hdr.bridge.leaving = PASSED_ON;
+      } else {
+        hdr.bridge.leaving = TO_WORKERS;
       }
-      if (meta.outcome == COMPLETED) {
-        number = next_result.execute(meta.job.index);
-        last = (bit<32>)meta.name;
-        set_number.execute(meta.slot);
-        set_last.execute(meta.slot);
-        for_tm.mcast_grp_a = (MulticastGroupId_t)meta.job.group;
-      } else if (meta.outcome == RESENT) {
-        number = get_number.execute(meta.slot);
-        last = get_last.execute(meta.slot);
-        hdr.netfold.worker = last[15:0];
+      if (meta.outcome == RESENT) {
+        hdr.netfold.packet_number[31:0] = get_number.execute(meta.slot);
+        hdr.netfold.worker = get_last.execute(meta.slot);
         for_tm.ucast_egress_port = intrinsic.ingress_port;
-      } else if (meta.outcome == DISAGREES) {
-        number = next_mismatch.execute(meta.job.index);
-        for_tm.mcast_grp_a = (MulticastGroupId_t)meta.job.group;
-      } else if (meta.outcome == SUMMED || meta.outcome == SUM_RESENT) {
-        number = next_sum.execute(meta.job.index);
-        hdr.bridge.leaving = TO_PARENT;
-        for_tm.ucast_egress_port = (PortId_t)meta.job.up;
+      } else if (kind != KIND_NONE) {
+        hdr.netfold.packet_number[31:0] = next_answer.execute(meta.job.index[7:0] ++ kind);
+        if (meta.outcome == COMPLETED) {
+          set_number.execute(meta.slot);
+          set_last.execute(meta.slot);
+        }
+        if (kind == KIND_SUM) {
+          hdr.bridge.leaving = TO_PARENT;
+          for_tm.ucast_egress_port = (PortId_t)meta.job.up;
+        } else {
+          for_tm.mcast_grp_a = (MulticastGroupId_t)meta.job.group;
+        }
       } else {
         for_deparser.drop_ctl = 1;
       }
-      hdr.bridge.index = meta.job.index;
-      hdr.netfold.packet_number = 32w0 ++ number;
       answer.apply(hdr, meta);
     }
   }
@@ -369,16 +481,25 @@ control IngressDeparser(packet_out packet, inout headers_t hdr, in metadata_t me
   apply { packet.emit(hdr); }
 }
 
+// The values of an answer pass egress as payload, and any other packet as a whole.
 parser EgressParser(packet_in packet, out headers_t hdr, out metadata_t meta,
                     out egress_intrinsic_metadata_t intrinsic) {
-  Headers() headers;
   state start {
     packet.extract(intrinsic);
     packet.extract(hdr.bridge);
     meta.disagrees = 0;
     meta.job.index = hdr.bridge.index;
     meta.leaving = hdr.bridge.leaving;
-    headers.apply(packet, hdr);
+    transition select(hdr.bridge.leaving) {
+      FORWARDED: accept;
+      default: answer;
+    }
+  }
+  state answer {
+    packet.extract(hdr.ethernet);
+    packet.extract(hdr.ipv4);
+    packet.extract(hdr.udp);
+    packet.extract(hdr.netfold);
     transition accept;
   }
 }
@@ -390,7 +511,7 @@ control SwitchEgress(inout headers_t hdr, inout metadata_t meta, in egress_intri
   Address() address;
 
   apply {
-    if (meta.leaving == TO_PARENT || (meta.leaving != FORWARDED && intrinsic.egress_rid != 0)) {
+    if (meta.leaving != FORWARDED) {
       address.apply(hdr, meta, intrinsic.egress_rid - 1);
     }
     hdr.bridge.setInvalid();

@@ -13,6 +13,10 @@
 #define NETFOLD_JOBS 16
 #endif
 #define NETFOLD_WORKERS 32
+// Whether a job may have a parent: this switch is then one below the root of a tree.
+#ifndef NETFOLD_LEAF
+#define NETFOLD_LEAF 1
+#endif
 
 typedef bit<48> mac_t;
 typedef bit<32> ip_t;
@@ -107,9 +111,7 @@ header netfold_t {
   bit<32> operation;
   bit<32> elements;
   bit<16> worker;
-  bit<16> count;
-  bit<8> wire;
-  bit<8> reduce;
+  bit<32> shape;  // count, wire and reduce
   bit<16> choices;
 }
 
@@ -152,8 +154,10 @@ struct metadata_t {
   job_t job;
   port_t port;       // where the packet came in
   bit<32> member;    // the sender's bit
+  bit<32> absent;    // the bits of workers that the job has not
+  bit<32> present;   // those and the sender's bit
   bit<16> name;      // the sender's number in the whole job
-  bit<16> most;      // values of this wire type that a packet holds
+  bit<16> behind;    // workers of the job from the sender's number on; 0: the job has no such worker
   bit<8> operator;   // SUM, MAX or BOR
   bit<32> slot;
   outcome_t outcome;
@@ -162,9 +166,7 @@ struct metadata_t {
   // Of a mismatch, for its sender: the call of the worker that contributed first.
   bit<32> operation;
   bit<32> elements;
-  bit<16> count;
-  bit<8> wire;
-  bit<8> reduce;
+  bit<32> shape;
   bit<16> choices;
   bit<16> first;
   bit<16> sender;
@@ -226,6 +228,9 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
     meta.job.group = group;
     meta.job.has_parent = has_parent;
     meta.job.up = up;
+    meta.absent = ~all;
+    meta.slot = hdr.netfold.chunk[31:0] & mask;
+    meta.behind = workers |-| hdr.netfold.worker;
   }
   // One entry for the workers' packets, and one for the parent's.
   table job {
@@ -241,6 +246,7 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
     size = 2 * NETFOLD_JOBS;
   }
 
+#if NETFOLD_LEAF
   // The parent's packets come from its data port, and in by the port that leads to the parent.
   table parent {
     key = {
@@ -253,9 +259,11 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
     default_action = NoAction();
     size = NETFOLD_JOBS;
   }
+#endif
 
   action set_member(bit<32> member, bit<16> name) {
     meta.member = member;
+    meta.present = member | meta.absent;
     meta.name = name;
   }
   // A worker's packets come from the address that it showed in its hello, and in by its own port.
@@ -275,15 +283,13 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
     size = NETFOLD_JOBS * NETFOLD_WORKERS;
   }
 
-  action set_operator(bit<8> operator, bit<16> most) {
-    meta.operator = operator;
-    meta.most = most;
-  }
+  action set_operator(bit<8> operator) { meta.operator = operator; }
   // A bor of any width is one of 32 bits.
   table operators {
     key = {
-      hdr.netfold.wire: exact;
-      hdr.netfold.reduce: exact;
+      hdr.netfold.shape[15:8]: exact @name("wire");
+      hdr.netfold.shape[7:0]: exact @name("reduce");
+      hdr.netfold.shape[31:16]: range @name("count");
     }
     actions = {
       set_operator;
@@ -291,13 +297,13 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
     }
     default_action = NoAction();
     const entries = {
-      (I32, SUM): set_operator(SUM, NETFOLD_VALUES);
-      (U32, SUM): set_operator(SUM, NETFOLD_VALUES);
-      (I32, MAX): set_operator(MAX, NETFOLD_VALUES);
-      (U8, BOR): set_operator(BOR, 4 * NETFOLD_VALUES);
-      (U16, BOR): set_operator(BOR, 2 * NETFOLD_VALUES);
-      (U32, BOR): set_operator(BOR, NETFOLD_VALUES);
-      (U64, BOR): set_operator(BOR, NETFOLD_VALUES / 2);
+      (I32, SUM, 1 .. NETFOLD_VALUES): set_operator(SUM);
+      (U32, SUM, 1 .. NETFOLD_VALUES): set_operator(SUM);
+      (I32, MAX, 1 .. NETFOLD_VALUES): set_operator(MAX);
+      (U8, BOR, 1 .. 4 * NETFOLD_VALUES): set_operator(BOR);
+      (U16, BOR, 1 .. 2 * NETFOLD_VALUES): set_operator(BOR);
+      (U32, BOR, 1 .. NETFOLD_VALUES): set_operator(BOR);
+      (U64, BOR, 1 .. NETFOLD_VALUES / 2): set_operator(BOR);
     }
   }
 
@@ -305,48 +311,51 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
     counts = false;
     meta.outcome = STORED;
     meta.leaving = FORWARDED;
-    if (hdr.netfold.isValid() && job.apply().hit) {
-      meta.slot = meta.job.base + (hdr.netfold.chunk[31:0] & meta.job.mask);
-      if (meta.job.from_parent == 1) {
-        counts = true;
-        meta.name = hdr.netfold.worker;
-        if (!parent.apply().hit) {
-          meta.outcome = SOURCE;
-        } else if (hdr.netfold.flags & ~(FROM_SWITCH | MISMATCH | HELLO | NACK) != 0) {
-          meta.outcome = MALFORMED;
-        } else if (hdr.netfold.job != meta.job.id) {
-          meta.outcome = FOREIGN;
-        } else if (hdr.netfold.incarnation != meta.job.incarnation) {
-          meta.outcome = INCARNATION;
-        } else if (hdr.netfold.epoch != meta.job.epoch) {
-          meta.outcome = EPOCH;
-        } else if (hdr.netfold.flags & (FROM_SWITCH | HELLO) != FROM_SWITCH) {
-          meta.outcome = DIRECTION;
-        } else if (hdr.netfold.flags & NACK != 0) {
-          if (hdr.netfold.worker != meta.job.workers) {
-            meta.outcome = WORKER;
-          } else if (hdr.netfold.count != 0 || hdr.netfold.elements == 0) {
+    if (hdr.netfold.isValid()) {
+      if (job.apply().hit) {
+        meta.slot = meta.slot + meta.job.base;
+#if NETFOLD_LEAF
+        if (meta.job.from_parent == 1) {
+          counts = true;
+          meta.name = hdr.netfold.worker;
+          if (!parent.apply().hit) {
+            meta.outcome = SOURCE;
+          } else if (hdr.netfold.flags & ~(FROM_SWITCH | MISMATCH | HELLO | NACK) != 0) {
             meta.outcome = MALFORMED;
-          } else {
-            meta.outcome = ASKED;
+          } else if (hdr.netfold.job != meta.job.id) {
+            meta.outcome = FOREIGN;
+          } else if (hdr.netfold.incarnation != meta.job.incarnation) {
+            meta.outcome = INCARNATION;
+          } else if (hdr.netfold.epoch != meta.job.epoch) {
+            meta.outcome = EPOCH;
+          } else if (hdr.netfold.flags & (FROM_SWITCH | HELLO) != FROM_SWITCH) {
+            meta.outcome = DIRECTION;
+          } else if (hdr.netfold.flags & NACK != 0) {
+            if (hdr.netfold.worker != meta.job.workers) {
+              meta.outcome = WORKER;
+            } else if (hdr.netfold.shape[31:16] != 0 || hdr.netfold.elements == 0) {
+              meta.outcome = MALFORMED;
+            } else {
+              meta.outcome = ASKED;
+            }
           }
-        }
-      } else if (hdr.netfold.flags == 0) {
-        counts = true;
-        if (hdr.netfold.worker >= meta.job.workers) {
-          meta.outcome = WORKER;
-        } else if (!member.apply().hit) {
-          meta.outcome = SOURCE;
-        } else if (hdr.netfold.job != meta.job.id) {
-          meta.outcome = FOREIGN;
-        } else if (hdr.netfold.incarnation != meta.job.incarnation) {
-          meta.outcome = INCARNATION;
-        } else if (hdr.netfold.epoch != meta.job.epoch) {
-          meta.outcome = EPOCH;
-        } else if (!operators.apply().hit) {
-          meta.outcome = MALFORMED;
-        } else if (hdr.netfold.count == 0 || hdr.netfold.count > meta.most) {
-          meta.outcome = MALFORMED;
+        } else
+#endif
+        if (hdr.netfold.flags == 0) {
+          counts = true;
+          if (meta.behind == 0) {
+            meta.outcome = WORKER;
+          } else if (!member.apply().hit) {
+            meta.outcome = SOURCE;
+          } else if (hdr.netfold.job != meta.job.id) {
+            meta.outcome = FOREIGN;
+          } else if (hdr.netfold.incarnation != meta.job.incarnation) {
+            meta.outcome = INCARNATION;
+          } else if (hdr.netfold.epoch != meta.job.epoch) {
+            meta.outcome = EPOCH;
+          } else if (!operators.apply().hit) {
+            meta.outcome = MALFORMED;
+          }
         }
       }
     }
@@ -355,7 +364,7 @@ control Check(inout headers_t hdr, inout metadata_t meta, out bool counts) {
 
 // Turns a packet into an answer from this switch, still addressed to nobody but its sender.
 control Answer(inout headers_t hdr, in metadata_t meta) {
-  apply {
+  action turn(bit<8> flags) {
     mac_t mac = hdr.ethernet.dst;
     hdr.ethernet.dst = hdr.ethernet.src;
     hdr.ethernet.src = mac;
@@ -367,9 +376,14 @@ control Answer(inout headers_t hdr, in metadata_t meta) {
     hdr.udp.dst = hdr.udp.src;
     hdr.udp.src = port;
     hdr.udp.checksum = 0;  // none: the values changed
-    hdr.netfold.flags = FROM_SWITCH;
+    hdr.netfold.flags = flags;
+  }
+
+  apply {
     if (meta.disagrees == 1) {
-      hdr.netfold.flags = FROM_SWITCH | MISMATCH;
+      turn(FROM_SWITCH | MISMATCH);
+    } else {
+      turn(FROM_SWITCH);
     }
   }
 }
@@ -394,6 +408,7 @@ control Address(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
     size = NETFOLD_JOBS * NETFOLD_WORKERS;
   }
 
+#if NETFOLD_LEAF
   action set_identity(bit<32> id, bit<32> epoch, bit<32> incarnation, mac_t mac, ip_t ip, bit<16> port) {
     hdr.netfold.job = id;
     hdr.netfold.epoch = epoch;
@@ -432,24 +447,33 @@ control Address(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
     default_action = NoAction();
     size = NETFOLD_JOBS;
   }
+#endif
 
   apply {
+#if NETFOLD_LEAF
     if (meta.leaving == TO_PARENT) {
       above.apply();
     } else {
       address.apply();
       if (meta.leaving == PASSED_ON) {
         own.apply();
-      } else if (meta.disagrees == 1 && replica == meta.sender) {
-        // The sender gets the first worker's call, and every other worker gets the sender's call.
-        hdr.netfold.operation = meta.operation;
-        hdr.netfold.elements = meta.elements;
-        hdr.netfold.count = meta.count;
-        hdr.netfold.wire = meta.wire;
-        hdr.netfold.reduce = meta.reduce;
-        hdr.netfold.choices = meta.choices;
-        hdr.netfold.worker = meta.first;
       }
+    }
+#else
+    address.apply();
+#endif
+  }
+}
+
+// Tells the sender of a mismatch the first worker's call. Every other worker gets the sender's call.
+control FirstCall(inout headers_t hdr, in metadata_t meta, in bit<16> replica) {
+  apply {
+    if (meta.disagrees == 1 && meta.leaving == TO_WORKERS && replica == meta.sender) {
+      hdr.netfold.operation = meta.operation;
+      hdr.netfold.elements = meta.elements;
+      hdr.netfold.shape = meta.shape;
+      hdr.netfold.choices = meta.choices;
+      hdr.netfold.worker = meta.first;
     }
   }
 }

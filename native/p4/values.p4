@@ -2,15 +2,17 @@
 #ifndef NETFOLD_VALUES_P4
 #define NETFOLD_VALUES_P4
 
-// Values in a packet: 32, 64, 128 or 256.
+// Values in a packet: 8, 16, 32, 64, 128 or 256.
 #ifndef NETFOLD_VALUES
 #define NETFOLD_VALUES 128
 #endif
 
 // clang-format off
-#define EACH_0(X) \
-  X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) \
+#define EACH_0(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define EACH_8(X) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15)
+#define EACH_16(X) \
   X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27) X(28) X(29) X(30) X(31)
+#define FIRST_32(X) EACH_0(X) EACH_8(X) EACH_16(X)
 #define EACH_32(X) \
   X(32) X(33) X(34) X(35) X(36) X(37) X(38) X(39) X(40) X(41) X(42) X(43) X(44) X(45) X(46) X(47) \
   X(48) X(49) X(50) X(51) X(52) X(53) X(54) X(55) X(56) X(57) X(58) X(59) X(60) X(61) X(62) X(63)
@@ -33,16 +35,20 @@
   X(224) X(225) X(226) X(227) X(228) X(229) X(230) X(231) X(232) X(233) X(234) X(235) X(236) X(237) X(238) X(239) \
   X(240) X(241) X(242) X(243) X(244) X(245) X(246) X(247) X(248) X(249) X(250) X(251) X(252) X(253) X(254) X(255)
 
-#if NETFOLD_VALUES == 32
+#if NETFOLD_VALUES == 8
 #define EACH(X) EACH_0(X)
+#elif NETFOLD_VALUES == 16
+#define EACH(X) EACH_0(X) EACH_8(X)
+#elif NETFOLD_VALUES == 32
+#define EACH(X) FIRST_32(X)
 #elif NETFOLD_VALUES == 64
-#define EACH(X) EACH_0(X) EACH_32(X)
+#define EACH(X) FIRST_32(X) EACH_32(X)
 #elif NETFOLD_VALUES == 128
-#define EACH(X) EACH_0(X) EACH_32(X) EACH_64(X) EACH_96(X)
+#define EACH(X) FIRST_32(X) EACH_32(X) EACH_64(X) EACH_96(X)
 #elif NETFOLD_VALUES == 256
-#define EACH(X) EACH_0(X) EACH_32(X) EACH_64(X) EACH_96(X) EACH_128(X) EACH_160(X) EACH_192(X) EACH_224(X)
+#define EACH(X) FIRST_32(X) EACH_32(X) EACH_64(X) EACH_96(X) EACH_128(X) EACH_160(X) EACH_192(X) EACH_224(X)
 #else
-#error "NETFOLD_VALUES is 32, 64, 128 or 256"
+#error "NETFOLD_VALUES is 8, 16, 32, 64, 128 or 256"
 #endif
 // clang-format on
 

@@ -721,7 +721,7 @@ def test_the_program_compiles_for_every_number_of_values(tmp_path: Path, values:
 
 
 def test_the_program_refuses_another_number_of_values(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="NETFOLD_VALUES is 32, 64, 128 or 256"):
+    with pytest.raises(AssertionError, match="NETFOLD_VALUES is 8, 16, 32, 64, 128 or 256"):
         compile_program(tmp_path, 48, 64)
 
 
