@@ -332,12 +332,26 @@ MUTANTS = {
         TOFINO_PAIR, WRONG, ((TOFINO, "had = opens ? 0 : slot.workers;", "had = slot.workers;"),)
     ),
     "tofino-bitmap": Mutant(TOFINO_PAIR, WRONG, ((TOFINO, "if ((had & member) != 0) {", "if (false) {"),)),
-    "tofino-stale": Mutant(TOFINO_PAIR, WRONG, ((TOFINO, "if (ahead < 0) {", "if (false) {"),)),
+    "tofino-stale": Mutant(TOFINO_PAIR, WRONG, ((TOFINO, "if (chunk < before) {", "if (false) {"),)),
     # The low bit of a round of the slots in place of the chunk number, as SwitchML.
     "tofino-version-bit": Mutant(
         Scope(operations="6", pipelines="root", chunk_bits=4),
         WRONG,
-        ((TOFINO, "compared(static_cast<std::uint64_t>(chunk - before));", "(chunk ^ before) & config_.slots();"),),
+        (
+            (TOFINO, "if (chunk < before) {", "if (false) {"),
+            (
+                TOFINO,
+                "const bool present = chunk == before;",
+                "const bool present = ((chunk ^ before) & config_.slots()) == 0;",
+            ),
+        ),
+    ),
+    # The difference of two chunks in place of their order: it overflows where a worker sends a chunk of half of the
+    # numbers or above, and the slot opens but stays where it is.
+    "tofino-difference": Mutant(
+        Scope(workers=3, operations="3", network="merged", pipelines="root", chunk_bits=3, rogue=1),
+        CHANGES,
+        ((TOFINO, "if (chunk < before) {", "if (compared(static_cast<std::uint64_t>(chunk - before)) < 0) {"),),
     ),
     "tofino-adds-a-copy-to-a-kept-result": Mutant(
         TOFINO_PAIR, CHANGES, ((TOFINO, "if (!reads) sum = opens", "sum = opens"),)

@@ -92,6 +92,7 @@ QUICK = {
     ),
     # A worker that contributes whatever chunk it likes: the other workers' sums stay right and alike.
     "rogue": Scope(workers=3, window=1, operations="2", rogue=1),
+    "tofino-rogue": Scope(workers=3, operations="2", network="merged", pipelines="root", chunk_bits=3, rogue=1),
     # A network that takes and copies packets, as real ones do; the other views are compared with it.
     "exact": Scope(workers=2, window=1, operations="3", network="exact"),
 }
@@ -132,6 +133,9 @@ LARGE = {
     ),
     "tofino-leaves-lost": Scope(
         workers=3, leaves="2,1", operations="2", restarts=1, network="merged", pipelines="root,0,1", chunk_bits=3
+    ),
+    "tofino-rogue-three-chunks": Scope(
+        workers=3, operations="3", network="merged", pipelines="root", chunk_bits=3, rogue=1
     ),
     "rogue-three-chunks": Scope(workers=3, window=1, operations="3", rogue=1),
     "four": Scope(workers=4, window=1, operations="4", restarts=1, network="merged"),

@@ -56,12 +56,12 @@ void TofinoJob::enter(const Header& header, bool from_parent, Handled& handled, 
   const std::int64_t chunk = compared(header.chunk);
   const std::int64_t before = slot.chunk;
   if (!from_parent && slot.chunk < chunk) slot.chunk = chunk;
-  const std::int64_t ahead = compared(static_cast<std::uint64_t>(chunk - before));
-  if (ahead < 0) {
+  if (chunk < before) {
     handled.drop = Drop::stale;
     return;
   }
-  opens = ahead != 0 && !from_parent;
+  const bool present = chunk == before;
+  opens = !present && !from_parent;
   // slot_operation, slot_elements, slot_shape, slot_choices
   const CallDescriptor call = CallDescriptor::of(header);
   if (opens) slot.call = call;
@@ -74,14 +74,14 @@ void TofinoJob::enter(const Header& header, bool from_parent, Handled& handled, 
   const bool mismatch = (header.flags & protocol::kMismatch) != 0;
   if (opens) slot.has_result = false;
   const bool had_result = slot.has_result;
-  if (from_parent && ahead == 0 && !mismatch && had == all() && !differs) slot.has_result = true;
+  if (from_parent && present && !mismatch && had == all() && !differs) slot.has_result = true;
 
   if (from_parent) {
-    if (ahead == 0 && had_result) {
+    if (present && had_result) {
       handled.drop = Drop::duplicate;
     } else if (mismatch) {
       handled.outcome = Outcome::mismatch;
-    } else if (ahead != 0 || had != all()) {
+    } else if (!present || had != all()) {
       handled.drop = Drop::window;
     } else if (differs) {
       handled.drop = Drop::malformed;
@@ -164,9 +164,9 @@ TofinoJob::Handled TofinoJob::handle_packet(std::span<std::byte> packet, bool fr
 std::vector<std::uint16_t> TofinoJob::missing(std::uint64_t chunk) const {
   std::vector<std::uint16_t> workers;
   const Slot& slot = slots_[slot_of(chunk)];
-  const std::int64_t ahead = compared(static_cast<std::uint64_t>(compared(chunk) - slot.chunk));
-  for (std::uint16_t worker = 0; worker < config_.workers && ahead >= 0; ++worker) {
-    if (ahead > 0 || (slot.workers >> worker & 1) == 0) workers.push_back(worker);
+  const bool next = compared(chunk) > slot.chunk;
+  for (std::uint16_t worker = 0; worker < config_.workers && compared(chunk) >= slot.chunk; ++worker) {
+    if (next || (slot.workers >> worker & 1) == 0) workers.push_back(worker);
   }
   return workers;
 }

@@ -1,27 +1,27 @@
 // The machine of native/p4/netfold_tna.p4: one job's slots in a Tofino, as its registers hold them.
 //
 // Theory of operation. A packet accesses each register once, in the order below. So a slot's chunk moves on before the
-// pipeline knows whether the slot's present chunk is complete: there is no drop for `window`. The table's rows are by
-// how far a packet's chunk is ahead of the slot's, as a number of `chunk_bits` bits with a sign.
+// pipeline knows whether the slot's present chunk is complete: there is no drop for `window`. The table's rows are by the
+// order of a packet's chunk and the slot's, as numbers of `chunk_bits` bits with a sign.
 //
-//   ahead   slot                  packet of chunk c               becomes           answer
-//   < 0     any                   any                             unchanged         - (stale)
-//   > 0     any                   any                             collecting c      -
-//   0       any                   disagrees with the first        unchanged         the sender's call, to every worker
-//   0       collecting            known worker                    unchanged         - (duplicate)
-//   0       collecting            new worker, not the last        collecting        -
-//   0       collecting            last worker                     complete          result to every worker
-//   0       complete              any worker                      unchanged         the kept result, to that worker
+//   chunk   slot                  packet of chunk c               becomes           answer
+//   below   any                   any                             unchanged         - (stale)
+//   above   any                   any                             collecting c      -
+//   alike   any                   disagrees with the first        unchanged         the sender's call, to every worker
+//   alike   collecting            known worker                    unchanged         - (duplicate)
+//   alike   collecting            new worker, not the last        collecting        -
+//   alike   collecting            last worker                     complete          result to every worker
+//   alike   complete              any worker                      unchanged         the kept result, to that worker
 //
 // With a parent, the last worker's packet becomes the sum to the parent, and a slot is complete once it has the parent's
 // result as well. A slot moves on although that result is not there.
 //
-//   ahead   packet of the parent for chunk c              becomes           what leaves
-//   < 0     any                                           unchanged         - (stale)
-//   0       complete                                      unchanged         - (duplicate)
-//   >= 0    a mismatch                                    unchanged         the mismatch, to every worker
-//   0       a result, and all workers contributed         complete          result to every worker
-//   >= 0    any other                                     unchanged         - (window)
+//   chunk   packet of the parent for chunk c              becomes           what leaves
+//   below   any                                           unchanged         - (stale)
+//   alike   complete                                      unchanged         - (duplicate)
+//   others  a mismatch                                    unchanged         the mismatch, to every worker
+//   alike   a result, and all workers contributed         complete          result to every worker
+//   others  any other                                     unchanged         - (window)
 //
 // What leaves is the packet itself with another flag, worker and number, and with the sums as values: `chunk` stays as
 // its sender wrote it. Of the program's operators this machine has the sum of u32, the only one that the search calls.
