@@ -38,13 +38,14 @@ PLACES: tuple[tuple[str, Place, dict[str, str], Sequence[tuple[str, int, int]]],
     ("8 hosts, 1 Gbit/s", Place(8, rate="1gbit"), {}, RING),
     ("8 hosts, 1 Gbit/s, 0.1% lost", Place(8, rate="1gbit", loss="0.1%"), {}, RING),
 )
-# Hosts, and the switch's link: None for a port a host (c = P), else as wide as a host's (c = 1). Goals of CollNet's
-# time and bytes over the ring's.
-COLLNET: tuple[tuple[int, str | None, float | None, float | None], ...] = (
-    (4, None, None, None),
-    (8, None, 0.62, 0.60),
-    (4, "1gbit", 1.05, None),
-    (8, "1gbit", 1.05, None),
+# Hosts, their links' rate, whether the switch's link is as wide as all of theirs (c = P) or as one (c = 1). Goals of
+# CollNet's time and bytes over the ring's.
+COLLNET: tuple[tuple[int, str, bool, float | None, float | None], ...] = (
+    (4, "1gbit", True, None, None),
+    (8, "1gbit", True, 0.62, 0.60),
+    (8, "500mbit", True, 0.62, 0.60),
+    (4, "1gbit", False, 1.05, None),
+    (8, "1gbit", False, 1.05, None),
 )
 
 
@@ -80,12 +81,12 @@ direction.
 {driver.table(head, rows)}"""
 
 
-def collnet(rounds: int = 10, launches: int = 3, rate: str = "1gbit", size: int = 16 << 20) -> str:
+def collnet(rounds: int = 10, launches: int = 3, size: int = 16 << 20) -> str:
     """NCCL's CollNet through the switch beside a ring over the plugin."""
     rows = []
     with compiled() as program:
-        for hosts, switch_rate, time_goal, bytes_goal in COLLNET:
-            place = Place(hosts, rate=rate, switch=True, switch_rate=switch_rate and rate)
+        for hosts, rate, is_wide, time_goal, bytes_goal in COLLNET:
+            place = Place(hosts, rate=rate, switch=True, switch_rate=None if is_wide else rate)
             took: dict[str, list[float]] = {}
             sent: dict[str, list[float]] = {}
             for _ in range(launches):
@@ -94,18 +95,19 @@ def collnet(rounds: int = 10, launches: int = 3, rate: str = "1gbit", size: int 
                     sent.setdefault(words[2], []).append(float(words[4]))
             rows.append(
                 [
-                    f"{hosts}, {'c = P' if switch_rate is None else 'c = 1'}",
+                    f"{hosts}, {rate}, {'c = P' if is_wide else 'c = 1'}",
                     *(f"{np.median(took[side]) * 1e3:.1f}" for side in ("collnet", "ring")),
                     cell(paired_ratios(took["collnet"], took["ring"])) + goal(time_goal),
                     f"{np.median(sent['collnet']) / 1e6:.1f}",
                     cell(paired_ratios(sent["collnet"], sent["ring"])) + goal(bytes_goal),
                 ]
             )
-    head = "hosts, switch's link | CollNet ms | ring ms | time over ring's | MB a host sends | bytes over ring's"
-    return f"""all_reduce of {size >> 20} MB of f32 between hosts at {rate}, every element checked: CollNet in pieces of
-1 MB, 8 under way, as NCCL gives memory that it did not register; the ring over the plugin in pieces of 512 KB. Time of
-rank 0, bytes that its eth0 sent. {rounds} rounds in each of {launches} launches, the sides in turns; 5% .. 95%, goals
-in parentheses. The first operations of a launch find the parts of switch and ring, and are in the figures.
+    head = "hosts, rate, switch's link | CollNet ms | ring ms | time over ring's | MB a host sends | bytes over ring's"
+    return f"""all_reduce of {size >> 20} MB of f32 between hosts, every element checked: CollNet in pieces of 1 MB, 8
+under way, as NCCL gives memory that it did not register; the ring over the plugin in pieces of 512 KB. Time of rank 0,
+bytes that its eth0 sent. c = P: the switch's link is as wide as those of all hosts; c = 1: as that of one. {rounds}
+rounds in each of {launches} launches, the sides in turns; 5% .. 95%, goals in parentheses. {os.cpu_count()} cores
+carry all hosts and the switch: at 8 hosts of 1 Gbit/s they decide, and not the links.
 
 {driver.table(head, rows)}"""
 

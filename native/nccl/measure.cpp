@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
 
 namespace netfold::nccl {
@@ -44,6 +45,7 @@ std::int64_t least(engine::Group& group, std::int64_t own) {
 struct Line {
   double fixed_s = 0;
   double bytes_per_s = 1;
+  std::size_t largest = kFirstBytes;  // that was measured
 
   // The size from which the other takes less time; 0: always, infinite: never.
   double crossing(const Line& other) const {
@@ -54,29 +56,48 @@ struct Line {
   }
 };
 
-Line measured(engine::Group& group, AlgorithmId algorithm) {
+// The time of an all_reduce, the same on all ranks.
+std::int64_t time_of(engine::Group& group, AlgorithmId algorithm, std::size_t bytes) {
   group.set_table({{.kind = Kind::all_reduce, .algorithm = algorithm}, {.kind = Kind::all_gather}}, 1);
-  std::vector<float> values(kMostBytes / sizeof(float));
-  const auto time_of = [&](std::size_t bytes) {
-    Call call{.kind = Kind::all_reduce, .dtype = DType::f32, .wire = DType::f32};
-    call.outputs = {{reinterpret_cast<std::byte*>(values.data()), bytes}};
-    const std::int64_t began_ns = now_ns();
-    run(group, std::move(call));
-    return least(group, now_ns() - began_ns);
-  };
-  time_of(kWarmUpBytes);
+  std::vector<float> values(bytes / sizeof(float));
+  Call call{.kind = Kind::all_reduce, .dtype = DType::f32, .wire = DType::f32};
+  call.outputs = {{reinterpret_cast<std::byte*>(values.data()), bytes}};
+  const std::int64_t began_ns = now_ns();
+  run(group, std::move(call));
+  return least(group, now_ns() - began_ns);
+}
+
+Line measured(engine::Group& group, AlgorithmId algorithm) {
+  time_of(group, algorithm, kWarmUpBytes);
   std::vector<std::pair<std::size_t, std::int64_t>> times;
   for (std::size_t bytes = kFirstBytes; bytes <= kMostBytes; bytes *= kGrowth) {
-    times.emplace_back(bytes, time_of(bytes));
+    times.emplace_back(bytes, time_of(group, algorithm, bytes));
     if (times.size() > 1 && times.back().second > kEnoughNs) break;
   }
   const auto [smaller, shorter] = times[times.size() - 2];
   const auto [larger, longer] = times.back();
   Line line;
+  line.largest = larger;
   line.bytes_per_s =
       static_cast<double>(larger - smaller) * 1e9 / static_cast<double>(std::max<std::int64_t>(1, longer - shorter));
   line.fixed_s = std::max(0.0, static_cast<double>(times[0].second) / 1e9 - kFirstBytes / line.bytes_per_s);
   return line;
+}
+
+// Which of the switch, a ring and both at once takes the least time, by the better of two turns. Both at once have to be
+// clearly quicker: they learn by slow trials, and hosts that lack the processors for both lose by them.
+AlgorithmId quickest(engine::Group& group, std::size_t bytes) {
+  constexpr std::array kAll{AlgorithmId::in_network, AlgorithmId::ring, AlgorithmId::split};
+  constexpr double kLeastGain = 1.1;
+  std::array<double, kAll.size()> times{};
+  for (int turn = 0; turn < 2; ++turn) {
+    for (std::size_t i = 0; i < kAll.size(); ++i) {
+      const auto time = static_cast<double>(time_of(group, kAll[i], bytes));
+      times[i] = turn == 0 ? time : std::min(times[i], time);
+    }
+  }
+  times[2] *= kLeastGain;
+  return kAll[static_cast<std::size_t>(std::ranges::min_element(times) - times.begin())];
 }
 
 // A row from this size on.
@@ -144,12 +165,18 @@ std::string choose_paths(engine::Group& group, const Algorithms& fixed) {
   const Line through_switch = measured(group, AlgorithmId::in_network);
   const Line ring = measured(group, AlgorithmId::ring);
   // A ring's all_gather has half the steps and half the bytes.
-  const Line half_ring{ring.fixed_s / 2, 2 * ring.bytes_per_s};
+  const Line half_ring{ring.fixed_s / 2, 2 * ring.bytes_per_s, ring.largest};
   const double ranks = group.size();
   const double link = std::max(ring.bytes_per_s * 2 * (ranks - 1) / ranks, through_switch.bytes_per_s);
   const auto rate = [](double value) { return std::max<std::uint64_t>(1, static_cast<std::uint64_t>(value)); };
   const Shares shares({rate(through_switch.bytes_per_s)}, rate(ring.bytes_per_s), rate(link), {});
   const std::uint32_t part = shares.balanced().front();
+
+  group.set_shares(shares);
+  const bool is_chosen = fixed.contains(Kind::all_reduce);
+  const AlgorithmId large = part == Shares::kWhole || is_chosen
+                                ? AlgorithmId::in_network
+                                : quickest(group, std::min(through_switch.largest, ring.largest));
 
   // A smaller operation gives no rates, and has no parts to speak of.
   constexpr double kLeastSplit = 16 << 10, kMostSplit = Shares::kLearnBytes;
@@ -157,24 +184,28 @@ std::string choose_paths(engine::Group& group, const Algorithms& fixed) {
   constexpr double kMostBytesOfAll = 1e15;
   const double ring_from = through_switch.crossing(half_ring);
   std::vector<Choice> table;
-  const auto add = [&](Kind kind, AlgorithmId large, std::uint64_t from) {
+  const auto add = [&](Kind kind, AlgorithmId of_large, std::uint64_t from) {
     if (const auto found = fixed.find(kind); found != fixed.end()) {
       table.push_back({.kind = kind, .algorithm = found->second});
       return;
     }
     table.push_back({.kind = kind, .algorithm = AlgorithmId::in_network});
-    table.push_back({.kind = kind, .min_bytes = from, .algorithm = large});
+    table.push_back({.kind = kind, .min_bytes = from, .algorithm = of_large});
   };
-  add(Kind::all_reduce, AlgorithmId::split, size_of(split_from, kLeastSplit, kMostSplit));
+  add(Kind::all_reduce, large, size_of(split_from, kLeastSplit, kMostSplit));
   add(Kind::all_gather, AlgorithmId::ring, size_of(ring_from, kLeastSplit, kMostBytesOfAll));
   add(Kind::reduce_scatter, AlgorithmId::ring, size_of(ring_from, kLeastSplit, kMostBytesOfAll));
   group.set_table(std::move(table), 2);
-  group.set_shares(shares);
 
+  const double through = large == AlgorithmId::in_network ? 1
+                         : large == AlgorithmId::ring     ? 0
+                                                          : double{part} / Shares::kWhole;
   char text[200];
-  std::snprintf(text, sizeof text,
-                "the switch returns %.0f MB/s, a ring %.0f: %.0f%% of a large all_reduce goes through the switch",
-                through_switch.bytes_per_s / 1e6, ring.bytes_per_s / 1e6, 100.0 * part / Shares::kWhole);
+  std::snprintf(text, sizeof text, "the switch returns %.0f MB/s, a ring %.0f", through_switch.bytes_per_s / 1e6,
+                ring.bytes_per_s / 1e6);
+  if (is_chosen) return std::string(text) + "; NETFOLD_ALGORITHM says how an all_reduce goes";
+  const std::size_t end = std::strlen(text);
+  std::snprintf(text + end, sizeof text - end, ": %.0f%% of a large all_reduce goes through the switch", 100 * through);
   return text;
 }
 

@@ -1,8 +1,9 @@
 // The choice between the switch and host algorithms, from a measurement by all ranks before the first operation.
 //
 // The ranks reduce tensors of growing size through the switch, and then by a ring. The least time of all ranks counts,
-// since the rank that begins last waits least. The last two sizes give a rate, and the first a fixed time. Operations
-// correct the rates later (collective/shares.hpp).
+// since the rank that begins last waits least. The last two sizes give a rate, and the first a fixed time. Where the
+// rates say that both at once are the quickest, the ranks try that too, and the quickest of the three is used.
+// Operations correct the rates later (collective/shares.hpp).
 #pragma once
 
 #include <netfold/engine/group.hpp>
