@@ -1,9 +1,9 @@
 // What NCCL's threads say to the profiler, on the way to its thread: a ring of events for each of NCCL's threads.
 //
-// A thread that pushes takes no lock and never waits; after its first event it allocates nothing. A ring that becomes half
-// full wakes the profiler's thread. A full ring drops the event, and counts it. The profiler's thread merges the rings in the order of time. A pusher marks
-// its ring as busy before it reads the clock. The merge therefore stops at the time at which a busy ring was last seen
-// idle: no earlier event can come afterwards.
+// A thread that pushes takes no lock and never waits; after its first event it allocates nothing. A ring that becomes
+// half full wakes the profiler's thread. A full ring drops the event, and counts it. The profiler's thread merges the
+// rings by time. A thread that pushes marks its ring as busy before it reads the clock. The merge therefore stops at the
+// time at which a busy ring was last seen idle: no earlier event can come afterwards.
 #pragma once
 
 #include <array>
@@ -59,8 +59,8 @@ class EventRings {
   }
   void wake() { wakes_.release(); }
 
-  // For the profiler's thread: the events since the last call, by time, up to the time before which none can come any more.
-  // everything: also the later ones.
+  // For the profiler's thread: the events since the last call, by time, up to the time before which none can come any
+  // more. everything: also the later ones.
   std::vector<Event> take(bool everything);
 
  private:
