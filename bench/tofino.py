@@ -33,7 +33,7 @@ LIMIT_S = 3600
 
 @dataclass(frozen=True)
 class Size:
-    """What a program is compiled for. leaf: whether a job may have a parent."""
+    """The target of a compilation. leaf: whether a job may have a parent."""
 
     target: str
     values: int
@@ -77,7 +77,7 @@ def compile_size(compiler: str, size: Size, out: Path) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled program takes of a chip, from the compiler's reports. Pairs are (used, all)."""
+    """The part of a chip that a compiled program takes, from the compiler's reports. Pairs are (used, all)."""
 
     stages: tuple[int, int]
     sram: tuple[int, int]  # blocks of 16 KiB

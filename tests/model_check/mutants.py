@@ -78,7 +78,7 @@ MUTANTS = {
     # As SwitchML: a bit for two rounds of the slots in place of the chunk number (VeriNC, ICNP'26).
     "switch-version-bit": Mutant(
         Scope(operations="6"),
-        WRONG,
+        "the result of chunk",
         (
             (SWITCH, STALE, "const bool same = header.chunk / slot_count() % 2 == slot.chunk / slot_count() % 2;"),
             (SWITCH, OPENS, "if (!same) {"),

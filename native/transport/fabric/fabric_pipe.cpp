@@ -216,7 +216,12 @@ Pipe::Io FabricPipe::receive(std::span<const iovec> pieces) {
   is_listed_ = false;
   if (stream_ != nullptr) {
     const std::size_t bytes = mux().receive(stream_, pieces);
-    if (bytes > 0) return {.bytes = bytes};
+    if (bytes > 0) {
+      // The peer runs. A receive from any rank reads on until there is nothing, and must not make a connection again
+      // that both ends closed since it was idle.
+      quiet_calls_ = 0;
+      return {.bytes = bytes};
+    }
   }
   if (!is_up()) {
     advance();
