@@ -35,7 +35,7 @@ struct Handle {
   std::array<std::byte, 16> address{};
   std::uint32_t scope = 0;
   std::uint32_t rma_min_bytes = 0;  // of the shortest part that this end takes by RMA; 0: it takes none
-  std::uint32_t tuning = 0;  // tuning_checksum
+  std::uint32_t tuning = 0;         // tuning_checksum
   Id listener{};
   auth::Secret secret{};
   std::array<char, 24> fabric{};  // the provider, cut to this length; empty: TCP

@@ -199,7 +199,7 @@ std::string choose_paths(engine::Group& group, const Algorithms& fixed) {
 
   const double through = large == AlgorithmId::in_network ? 1
                          : large == AlgorithmId::ring     ? 0
-                                                          : double{part} / Shares::kWhole;
+                                                          : static_cast<double>(part) / Shares::kWhole;
   char text[200];
   std::snprintf(text, sizeof text, "the switch returns %.0f MB/s, a ring %.0f", through_switch.bytes_per_s / 1e6,
                 ring.bytes_per_s / 1e6);

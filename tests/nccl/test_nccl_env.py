@@ -45,8 +45,7 @@ def test_the_plugin_shows_nothing_but_its_tables() -> None:
     ).stdout
     assert sorted(line.split()[-1] for line in symbols.splitlines()) == [
         f"{table}_v{version}" for table in ("ncclCollNetPlugin", "ncclNetPlugin") for version in (10, 11, 12, 8, 9)
-    ] + [f"ncclProfiler_v{version}" for version in (4, 5, 6)
-    ]
+    ] + [f"ncclProfiler_v{version}" for version in (4, 5, 6)]
 
 
 @pytest.mark.parametrize("switch", ["", "10.0.0.9:7171#" + "a" * 64])
