@@ -191,14 +191,14 @@ def draw(found: Found) -> str:
         ('<rect y="-10" width="14" height="11" fill="#a5c8f5"/>', "a cable, by headers"),
         ('<path d="M0 -4H16" stroke="#57606a" stroke-dasharray="4 3"/>', "a rack, by headers"),
         *(
-            (f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured in a rack, {rate}")
+            (f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured, {rate}")
             for rate, ink in INKS.items()
         ),
     ]
     x = float(LEFT)
     for mark, label in legend:
         marks.append(f'<g transform="translate({x:.0f} 46)">{mark}{_text(22, 0, label, "start")}</g>')
-        x += 36 + 6.7 * len(label)
+        x += 36 + 7.4 * len(label)
     drawn = "\n  ".join(marks)
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="Helvetica, Arial, sans-serif" font-size="13">
