@@ -21,7 +21,7 @@ from netfold.bench.spread import Spread, paired_ratios, spread
 from netfold.rack.link import parse_link
 from netfold.rack.names import SWITCH_ADDRESS, SWITCH_PORT
 
-# Of the hardware profile, and behind them a full MTU of 1500 without a MAC.
+# The hardware profile's sizes, and behind them a full MTU of 1500 without a MAC.
 VALUES = (32, 64, 128, 256, protocol.ETHERNET_PAYLOAD_BYTES // 4)
 FULL = VALUES[-1]
 VALUE_BYTES = 4
@@ -190,10 +190,7 @@ def draw(found: Found) -> str:
     legend = [
         ('<rect y="-10" width="14" height="11" fill="#a5c8f5"/>', "a cable, by headers"),
         ('<path d="M0 -4H16" stroke="#57606a" stroke-dasharray="4 3"/>', "a rack, by headers"),
-        *(
-            (f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured, {rate}")
-            for rate, ink in INKS.items()
-        ),
+        *((f'<circle cx="7" cy="-4" r="4.5" fill="{ink}"/>', f"measured, {rate}") for rate, ink in INKS.items()),
     ]
     x = float(LEFT)
     for mark, label in legend:

@@ -26,7 +26,7 @@ import driver
 PROGRAM = Path(__file__).parent.parent / "native" / "p4" / "netfold_tna.p4"
 # By target: its architecture, its name, and stateful ALUs of a stage.
 TARGETS = {"tofino": ("tna", "Tofino 1", 4), "tofino2": ("t2na", "Tofino 2", 4)}
-# Of a job with the largest window.
+# For a job with the largest window.
 JOB_SLOTS = 128
 LIMIT_S = 3600
 

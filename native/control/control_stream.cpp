@@ -21,7 +21,7 @@ using transport::now_ns;
 constexpr std::size_t kLengthBytes = 4;
 // As in netfold/switch_protocol/control_messages.py.
 constexpr std::size_t kMaxMessageBytes = 1 << 16;
-// What may wait for a peer that does not read.
+// Bytes that may wait for a peer that does not read.
 constexpr std::size_t kMaxOutgoingBytes = 4 * kMaxMessageBytes;
 
 void wait_for(int fd, short events, std::int64_t deadline_ns) {

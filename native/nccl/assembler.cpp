@@ -214,7 +214,7 @@ void Assembler::find_launch(Operation& operation) const {
 bool Assembler::has_ended(const Operation& operation, std::int64_t now_ns) const {
   if (operation.stopped_ns == 0 || operation.open > 0 || now_ns - operation.touched_ns < kQuietNs) return false;
   if (operation.record.algorithm == kCopyEngine) return true;  // NCCL says nothing else of it
-  // Of a message, no version says reliably how many channels it has.
+  // No version says reliably how many channels a message has.
   return operation.kernels >= std::max(operation.kernels_asked, 1U);
 }
 

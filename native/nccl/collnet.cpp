@@ -50,7 +50,7 @@ std::string problem_of(Work work) {
   }
 }
 
-// What rank 0 says to all: the job at the switch, and its NETFOLD_ALGORITHM, which must be one for all ranks.
+// Rank 0 sends it to all: the job at the switch, and its NETFOLD_ALGORITHM, which must be one for all ranks.
 struct Proposal {
   Id job{};
   std::array<char, 256> algorithm{};

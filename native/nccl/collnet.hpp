@@ -37,7 +37,7 @@ std::optional<kernels::ReduceOp> reduce_of(Reduction reduction);
 
 class CollComm {
  public:
-  // Of one communicator. NCCL's channels have up to 64 under way.
+  // The bound for one communicator. NCCL's channels have up to 64 under way.
   static constexpr int kMaxOperations = 256;
 
   // Null, with a line in NCCL's log: the ranks do not use the switch.

@@ -101,7 +101,7 @@ class Endpoint {
   static Endpoint& instance();
 
   const std::vector<Device>& devices() const { return devices_; }
-  // What carries the messages: "TCP over eth0 10.0.0.5:0".
+  // The carrier of the messages: "TCP over eth0 10.0.0.5:0".
   std::string description() const;
   const Settings& settings() const { return settings_; }
   // Throws std::system_error.

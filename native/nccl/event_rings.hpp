@@ -1,4 +1,4 @@
-// What NCCL's threads say to the profiler, on the way to its thread: a ring of events for each of NCCL's threads.
+// The events of NCCL's threads on the way to the profiler's thread: a ring for each of NCCL's threads.
 //
 // A thread that pushes takes no lock and never waits; after its first event it allocates nothing. A ring that becomes
 // half full wakes the profiler's thread. A full ring drops the event, and counts it. The profiler's thread merges the

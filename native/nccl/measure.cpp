@@ -84,7 +84,7 @@ Line measured(engine::Group& group, AlgorithmId algorithm) {
   return line;
 }
 
-// Which of the switch, a ring and both at once takes the least time, by the better of two turns. Both at once have to be
+// The quickest of the switch, a ring and both at once, by the better of two turns. Both at once have to be
 // clearly quicker: they learn by slow trials, and hosts that lack the processors for both lose by them.
 AlgorithmId quickest(engine::Group& group, std::size_t bytes) {
   constexpr std::array kAll{AlgorithmId::in_network, AlgorithmId::ring, AlgorithmId::split};

@@ -20,8 +20,8 @@ std::vector<collective::Choice> host_choices();
 
 // Algorithms by operation, of those that NCCL asks for.
 using Algorithms = std::map<collective::Kind, collective::AlgorithmId>;
-// What NETFOLD_ALGORITHM names: nothing or `auto`, an algorithm for every operation that it can do, or pairs such as
-// `all_reduce=split,all_gather=ring`. Throws std::invalid_argument.
+// The algorithms that NETFOLD_ALGORITHM names: nothing or `auto`, an algorithm for every operation that it can do,
+// or pairs such as `all_reduce=split,all_gather=ring`. Throws std::invalid_argument.
 Algorithms parse_algorithms(std::string_view text);
 
 // Before the group's first operation; every rank calls it, with the same `fixed`, whose operations are not chosen here.

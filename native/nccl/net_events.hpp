@@ -7,7 +7,7 @@
 
 namespace netfold::nccl {
 
-// What NCCL gave to init. Null: no events.
+// The function that NCCL gave to init. Null: no events.
 void set_profiler(ProfilerCallback callback);
 // of: what NCCL gave with the send or receive. Null: the profiler does not want it.
 void* start_net_event(void* of, std::size_t bytes, bool is_send);

@@ -47,7 +47,7 @@ class Recorder {
     return *made;
   }
 
-  // What NCCL gives back with each event's start; null: no events are wanted.
+  // A context, which NCCL gives back with each event's start; null: no events are wanted.
   void* join(const CommAbout& comm, int interface, int* mask, Logger logger) {
     *mask = 0;
     const char* run = std::getenv("NETFOLD_PROFILE");
@@ -185,7 +185,7 @@ class Recorder {
   bool has_news_ = false;
   std::uint64_t flushes_wanted_ = 0, flushes_done_ = 0;
   EventRings rings_;
-  // Of the writing thread.
+  // The writing thread's.
   Assembler assembler_;
   std::unique_ptr<ProfileFiles> files_;
 };

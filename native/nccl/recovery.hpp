@@ -1,4 +1,4 @@
-// What a collective communicator's ranks do together after its first operation: recovery from a lost switch, and the
+// The work of a collective communicator's ranks together after its first operation: recovery from a lost switch, and the
 // end.
 //
 // Messages go between rank 0 and each other rank, by sends and receives of the communicator's engine::Group: outside the
@@ -78,7 +78,7 @@ class Recovery : public std::enable_shared_from_this<Recovery> {
     std::uint32_t is_last = 0;
   };
   using Bits = std::vector<bool>;
-  // Of one rank, as it reported them.
+  // One rank's, as it reported them.
   struct Held {
     std::uint64_t base = 0, end = 0;
     Bits chunks;  // from base on

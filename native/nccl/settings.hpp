@@ -22,7 +22,7 @@ struct Settings {
   std::string fabric;                              // NETFOLD_TRANSPORT=fabric:PROVIDER; empty: TCP
   std::size_t rma_min_bytes = 64 << 10;            // NETFOLD_RMA_MIN_BYTES
   transport::fabric::RegistrationCache::Limits registrations;  // NETFOLD_REGISTRATION_CACHE_ENTRIES, _BYTES
-  // Of CollNet, as they stand in the environment: a wrong one is no reason to go without the network.
+  // CollNet's, as they stand in the environment: a wrong one is no reason to go without the network.
   std::string switches;                // NETFOLD_SWITCH
   std::string token_file;              // NETFOLD_TOKEN_FILE
   std::string job_name;                // NETFOLD_JOB_NAME

@@ -47,7 +47,7 @@ class Tuning {
   // table: NCCL's times, [algorithms * protocols]. Nothing: NCCL's own choice stays.
   std::optional<Choice> choose(int ranks, int hosts, int function, std::size_t bytes, std::span<const float> table,
                                int protocols) const;
-  // Of the text; never 0.
+  // The text's; never 0.
   std::uint32_t checksum() const { return checksum_; }
 
  private:

@@ -1,7 +1,7 @@
 // The hardware profile of the aggregation protocol for Tofino (TNA, T2NA). netfold.p4 is the same for bmv2, and has the
 // theory of operation.
 //
-// What differs. A register can be accessed once by a packet, in one of the pipeline's stages, so a slot's chunk moves
+// Differences. A register can be accessed once by a packet, in one of the pipeline's stages, so a slot's chunk moves
 // on before its bitmap is read: a contribution to the next chunk opens it although the present chunk is not complete.
 // An honest worker cannot send such a packet (docs/reference/protocol.md, why a slot may be reused), and no sum is wrong
 // after one: the slot's other contributions are then stale. Slot s of a new job begins with chunk s - S, complete.
@@ -11,7 +11,7 @@
 // moves on although the parent's result is not there; the answer above holds for it as well. Nothing compares the owner
 // of the pipeline: the switch's own control interface has one client.
 //
-// How it fits. An action has one stage, so each step below is a table or a register action that needs only what earlier
+// The fit. An action has one stage, so each step below is a table or a register action that needs only what earlier
 // stages left: order (slot_chunk), differs (slot_operation, slot_shape), had (slot_workers), has_result
 // (slot_complete), `progress`, values. Comparisons of a register with the packet are in its stateful ALU. `had` and the
 // worker's number decide in one ternary table, because a worker's bit is 1 << its number, and the bits of workers that
@@ -166,7 +166,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
   Values() values;
   Counter<bit<32>, bit<14>>(NETFOLD_JOBS * NETFOLD_COUNTERS, CounterType_t.PACKETS) outcomes;
 
-  // What a packet's chunk is to the slot's. Only a worker's packet moves the slot on.
+  // The relation of a packet's chunk to the slot's. Only a worker's packet moves the slot on.
   Register<int<32>, bit<32>>(NETFOLD_SLOTS) slot_chunk;
   RegisterAction<int<32>, bit<32>, order_t>(slot_chunk) enter = {
     void apply(inout int<32> chunk, out order_t order) {
@@ -194,7 +194,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
   };
 #endif
 
-  // Who contributed. The bits of workers that the job has not are set, so a complete chunk has all bits.
+  // The workers that contributed. The bits of workers that the job has not are set, so a complete chunk has all bits.
   Register<bit<32>, bit<32>>(NETFOLD_SLOTS) slot_workers;
   RegisterAction<bit<32>, bit<32>, bit<32>>(slot_workers) first_worker = {
     void apply(inout bit<32> workers, out bit<32> before) {
@@ -214,7 +214,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
     void apply(inout bit<32> workers, out bit<32> before) { before = workers; }
   };
 
-  // Of a job with a parent: 1 once the parent's result has come.
+  // In a job with a parent: 1 once the parent's result has come.
   Register<bit<8>, bit<32>>(NETFOLD_SLOTS) slot_complete;
   RegisterAction<bit<8>, bit<32>, bit<8>>(slot_complete) open_slot = {
     void apply(inout bit<8> complete, out bit<8> before) {
@@ -264,7 +264,7 @@ control SwitchIngress(inout headers_t hdr, inout metadata_t meta, in ingress_int
       number = count;
     }
   };
-  // Of the result: its packet_number, and the worker whose contribution came last.
+  // The result's packet_number, and the worker whose contribution came last.
 #define WORD(name, type, field)                                        \
   Register<type, bit<32>>(NETFOLD_SLOTS) slot_##name;                  \
   RegisterAction<type, bit<32>, type>(slot_##name) set_##name = {      \

@@ -63,7 +63,7 @@ const outcome_t SUMMED = 16;      // the last worker's, of a job with a parent: 
 const outcome_t SUM_RESENT = 17;  // a duplicate before the parent's result: the sum goes up once more
 const outcome_t ASKED = 18;       // a NACK of the parent, which the profile leaves out
 
-// How a packet leaves.
+// The ways in which a packet leaves.
 typedef bit<8> leaving_t;
 const leaving_t FORWARDED = 0;
 const leaving_t TO_WORKERS = 1;  // the answer to a worker's packet
@@ -136,7 +136,7 @@ struct headers_t {
 struct job_t {
   bit<16> index;  // among this switch's jobs
   bit<1> from_parent;  // the packet came to the port for the parent's packets
-  // What the packet must carry: of a packet from the parent, this switch's identity there.
+  // The identity that the packet must carry: in a packet from the parent, this switch's identity there.
   bit<32> id;
   bit<32> epoch;
   bit<32> incarnation;

@@ -186,7 +186,7 @@ def test_a_tofino_takes_no_chunk_of_half_of_the_numbers_or_above():
     steps = "; ".join(["call 0; call 1", *map(rounds.format, range(3)), "1.1/2>4; 1.1/0>2"]).split("; ")
     scope = Scope(workers=3, operations="3", pipelines="root", chunk_bits=3, rogue=1)
     assert [record.became for record in replay(scope, steps)[-2:]] == ["dropped: stale", "answered again"]
-    # Where whole chunk numbers are compared, the slot is at chunk 4 from then on.
+    # If whole chunk numbers are compared, the slot is at chunk 4 from then on.
     whole = Scope(workers=3, operations="3", rogue=1)
     assert [record.became for record in replay(whole, steps)[-2:]] == ["stored", "dropped: stale"]
 

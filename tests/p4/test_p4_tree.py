@@ -65,7 +65,7 @@ def test_ranks_reduce_through_a_tree_with_the_bits_of_a_tree_in_software(
     own = results(folder, rack.start_ranks(folder, STEPS))
     check(own, by_software[STEPS])
     for each in own:
-        # What the profile cannot add went by a host algorithm on all ranks, those of a leaf in software too.
+        # Operations that the profile cannot add went by a host algorithm on all ranks, those of a leaf in software too.
         np.testing.assert_array_equal(each["algorithms"] == IN_NETWORK, each["dtypes"] != F64)
     for switch in rack.switches:
         totals = rack.status(switch)["totals"]

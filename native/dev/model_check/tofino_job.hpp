@@ -23,7 +23,7 @@
 //   alike   a result, and all workers contributed         complete          result to every worker
 //   others  any other                                     unchanged         - (window)
 //
-// What leaves is the packet itself with another flag, worker and number, and with the sums as values: `chunk` stays as
+// The packet itself leaves, with another flag, worker and number, and with the sums as values: `chunk` stays as
 // its sender wrote it. Of the program's operators this machine has the sum of u32, the only one that the search calls.
 // Its mismatches and sums have no numbers: nothing reads the former, and the search gives the latter theirs. It is a
 // value: copyable, with canonical bytes.

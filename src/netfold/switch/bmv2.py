@@ -30,10 +30,10 @@ _STORED, _COMPLETED, _RESENT, _DISAGREES, _SUMMED, _SUM_RESENT, _ASKED = 0, 13, 
 _OUTCOMES = 19
 # Counters of a job; those of the parent's packets begin in the middle.
 _COUNTERS, _OF_PARENT = 64, 32
-# How often an owner renews its lease, and how long a lease lasts: longer than any call blocks the owner.
+# The time between two renewals of a lease, and the time that a lease lasts: longer than any call blocks the owner.
 BEAT_S = 0.5
 LEASE_S = 6.0
-# Of two that take a free lease at once, the second one to write has it after this time.
+# If two take a free lease at once, the second one to write has it after this time.
 _SETTLE_S = 0.2
 # Workers of a job, and the largest window that a job gets: a share of the slots that leaves some to all other jobs.
 MAX_WORKERS = 32

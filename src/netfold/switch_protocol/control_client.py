@@ -222,7 +222,7 @@ def query_quota(
 def _connect(name: str, host: str, port: int, address: str, timeout_s: float) -> socket.socket:
     try:
         stream = socket.create_connection((host, port), timeout=timeout_s)
-        # Where a message follows another one, it waits for no delayed acknowledgement.
+        # A message that follows another one waits for no delayed acknowledgement.
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return stream
     except ConnectionRefusedError:

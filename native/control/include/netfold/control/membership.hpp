@@ -3,7 +3,7 @@
 // It does for NCCL's plugin what netfold/communicator/membership.py does for a group, over UDP and with one switch for
 // all ranks of the job. Both speak the same protocol, and a job may have ranks of both kinds.
 //
-// What must always hold: nothing is sent to a switch whose certificate has another fingerprint than the address names;
+// Always: nothing is sent to a switch whose certificate has another fingerprint than the address names;
 // a token leaves only inside TLS; no error has a token or key; every wait has a deadline, but for the resolver's of a
 // host name.
 //
@@ -65,7 +65,7 @@ class Membership {
   // collective::in_hardware_profile() holds. A switch that cannot reduce a call drops its packets.
   bool hardware() const { return hardware_; }
 
-  // What ended the membership.
+  // The end of the membership.
   struct Event {
     // lost: the switch is gone. left: a rank left while its contribution was needed.
     enum class Kind { lost, left } kind = Kind::lost;

@@ -53,7 +53,7 @@ struct Value {
   const Value* find(std::string_view key) const;
 };
 
-// How deep arrays and maps may be nested.
+// The depth to which arrays and maps may be nested.
 inline constexpr int kMaxDepth = 16;
 
 // The shortest form of each value, as other encoders write it.

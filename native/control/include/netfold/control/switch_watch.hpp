@@ -12,7 +12,7 @@
 
 namespace netfold::control {
 
-// Of one rank at one switch. Times are of any monotonic clock.
+// For one rank at one switch. Times are of any monotonic clock.
 class SwitchWatch {
  public:
   // Longer than several of the protocol's longest timeouts.
