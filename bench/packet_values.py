@@ -107,7 +107,7 @@ bytes of values in this benchmark alone. {wrong} elements of all sums were wrong
 {driver.table(head, rows)}
 
 The rack reaches these parts of what its headers leave: {reached(found)}. {os.cpu_count()} cores carry all hosts and the
-switch, and at 1gbit they decide more than the links do.
+switch. A link lets a first burst through at once, so a little over 100% is possible.
 
 {verdict()}"""
 
