@@ -1,11 +1,10 @@
 #include "libcrypto.hpp"
 
-#include <dlfcn.h>
+#include <netfold/auth/openssl_library.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
 
 #include <cstdio>
 #include <cstdlib>
-#include <type_traits>
 
 namespace netfold::auth {
 namespace {
@@ -16,38 +15,30 @@ constexpr const char* kLibrary = "libcrypto.so.3";
 }  // namespace
 
 Crypto::Crypto() {
-  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* why = dlerror();
-    missing = std::string("OpenSSL's ") + kLibrary + " cannot be opened (" + (why ? why : "no reason given") + ")";
-    return;
-  }
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (function == nullptr) missing = std::string("OpenSSL's ") + kLibrary + " has no " + name;
-  };
-  find(new_cipher, "EVP_CIPHER_CTX_new");
-  find(free_cipher, "EVP_CIPHER_CTX_free");
-  find(aes_128_ecb, "EVP_aes_128_ecb");
-  find(aes_128_gcm, "EVP_aes_128_gcm");
-  find(init, "EVP_EncryptInit_ex");
-  find(init_decrypt, "EVP_DecryptInit_ex");
-  find(encrypt, "EVP_Cipher");
-  find(update, "EVP_EncryptUpdate");
-  find(update_decrypt, "EVP_DecryptUpdate");
-  find(finish, "EVP_EncryptFinal_ex");
-  find(finish_decrypt, "EVP_DecryptFinal_ex");
-  find(control, "EVP_CIPHER_CTX_ctrl");
-  find(new_gcm, "CRYPTO_gcm128_new");
-  find(free_gcm, "CRYPTO_gcm128_release");
-  find(set_nonce, "CRYPTO_gcm128_setiv");
-  find(read, "CRYPTO_gcm128_aad");
-  find(encrypt_gcm, "CRYPTO_gcm128_encrypt_ctr32");
-  find(decrypt_gcm, "CRYPTO_gcm128_decrypt_ctr32");
-  find(get_tag, "CRYPTO_gcm128_tag");
-  find(compare, "CRYPTO_memcmp");
-  find(sha_256, "EVP_sha256");
-  find(hmac, "HMAC");
+  OpenSslLibrary library(kLibrary);
+  library.find(new_cipher, "EVP_CIPHER_CTX_new");
+  library.find(free_cipher, "EVP_CIPHER_CTX_free");
+  library.find(aes_128_ecb, "EVP_aes_128_ecb");
+  library.find(aes_128_gcm, "EVP_aes_128_gcm");
+  library.find(init, "EVP_EncryptInit_ex");
+  library.find(init_decrypt, "EVP_DecryptInit_ex");
+  library.find(encrypt, "EVP_Cipher");
+  library.find(update, "EVP_EncryptUpdate");
+  library.find(update_decrypt, "EVP_DecryptUpdate");
+  library.find(finish, "EVP_EncryptFinal_ex");
+  library.find(finish_decrypt, "EVP_DecryptFinal_ex");
+  library.find(control, "EVP_CIPHER_CTX_ctrl");
+  library.find(new_gcm, "CRYPTO_gcm128_new");
+  library.find(free_gcm, "CRYPTO_gcm128_release");
+  library.find(set_nonce, "CRYPTO_gcm128_setiv");
+  library.find(read, "CRYPTO_gcm128_aad");
+  library.find(encrypt_gcm, "CRYPTO_gcm128_encrypt_ctr32");
+  library.find(decrypt_gcm, "CRYPTO_gcm128_decrypt_ctr32");
+  library.find(get_tag, "CRYPTO_gcm128_tag");
+  library.find(compare, "CRYPTO_memcmp");
+  library.find(sha_256, "EVP_sha256");
+  library.find(hmac, "HMAC");
+  missing = library.missing();
 }
 
 const Crypto& crypto() {

@@ -203,10 +203,11 @@ std::unique_ptr<Membership> Membership::join(const JoinRequest& request) {
                              ": start it with --token-file, and name it with its fingerprint");
   }
   if (!is_pinned && !request.token.empty()) {
-    throw std::runtime_error(name +
-                             ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: whoever answers "
-                             "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it "
-                             "starts, host:port#fingerprint");
+    throw std::runtime_error(
+        name +
+        ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: any process that answers "
+        "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it "
+        "starts, host:port#fingerprint");
   }
   const std::string missing = is_pinned ? auth::unavailable_reason() + tls_unavailable_reason() : "";
   if (!missing.empty()) {

@@ -1,10 +1,9 @@
 #include "tls.hpp"
 
-#include <dlfcn.h>
+#include <netfold/auth/openssl_library.hpp>
 
 #include <new>
 #include <stdexcept>
-#include <type_traits>
 
 namespace netfold::control {
 namespace {
@@ -51,42 +50,34 @@ struct Ssl {
 };
 
 Ssl::Ssl() {
-  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* why = dlerror();
-    missing = std::string("OpenSSL's ") + kLibrary + " cannot be opened (" + (why ? why : "no reason given") + ")";
-    return;
-  }
   // The search includes libcrypto, on which libssl depends.
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (function == nullptr) missing = std::string("OpenSSL's ") + kLibrary + " has no " + name;
-  };
-  find(client_method, "TLS_client_method");
-  find(new_context, "SSL_CTX_new");
-  find(free_context, "SSL_CTX_free");
-  find(control_context, "SSL_CTX_ctrl");
-  find(new_session, "SSL_new");
-  find(free_session, "SSL_free");
-  find(set_bio, "SSL_set_bio");
-  find(set_client, "SSL_set_connect_state");
-  find(shake_hands, "SSL_do_handshake");
-  find(read, "SSL_read");
-  find(write, "SSL_write");
-  find(error, "SSL_get_error");
-  find(certificate, "SSL_get1_peer_certificate");
-  find(free_certificate, "X509_free");
-  find(digest_certificate, "X509_digest");
-  find(sha_256, "EVP_sha256");
-  find(memory, "BIO_s_mem");
-  find(new_bio, "BIO_new");
-  find(free_bio, "BIO_free_all");
-  find(write_bio, "BIO_write");
-  find(read_bio, "BIO_read");
-  find(control_bio, "BIO_ctrl");
-  find(newest_error, "ERR_peek_last_error");
-  find(reason, "ERR_reason_error_string");
-  find(clear_errors, "ERR_clear_error");
+  auth::OpenSslLibrary library(kLibrary);
+  library.find(client_method, "TLS_client_method");
+  library.find(new_context, "SSL_CTX_new");
+  library.find(free_context, "SSL_CTX_free");
+  library.find(control_context, "SSL_CTX_ctrl");
+  library.find(new_session, "SSL_new");
+  library.find(free_session, "SSL_free");
+  library.find(set_bio, "SSL_set_bio");
+  library.find(set_client, "SSL_set_connect_state");
+  library.find(shake_hands, "SSL_do_handshake");
+  library.find(read, "SSL_read");
+  library.find(write, "SSL_write");
+  library.find(error, "SSL_get_error");
+  library.find(certificate, "SSL_get1_peer_certificate");
+  library.find(free_certificate, "X509_free");
+  library.find(digest_certificate, "X509_digest");
+  library.find(sha_256, "EVP_sha256");
+  library.find(memory, "BIO_s_mem");
+  library.find(new_bio, "BIO_new");
+  library.find(free_bio, "BIO_free_all");
+  library.find(write_bio, "BIO_write");
+  library.find(read_bio, "BIO_read");
+  library.find(control_bio, "BIO_ctrl");
+  library.find(newest_error, "ERR_peek_last_error");
+  library.find(reason, "ERR_reason_error_string");
+  library.find(clear_errors, "ERR_clear_error");
+  missing = library.missing();
 }
 
 // Lives as long as the process, since sessions may outlive any other owner.

@@ -11,7 +11,7 @@ namespace {
 constexpr int kIdShift = 40;  // below it, a ring's count of events
 // A load may be executed before the clock was read that stands before it.
 constexpr std::int64_t kReorderedNs = 20'000;
-// A thread that was stopped inside push holds the others' events back this long at most.
+// A thread that was stopped inside push holds the events of all threads back this long at most.
 constexpr std::int64_t kLongestPushNs = 2'000'000'000;
 constexpr std::size_t kMostHeld = std::size_t{1} << 20;
 

@@ -8,7 +8,7 @@ from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_size_t, c_uint3
 from typing import Any
 
 import numpy as np
-from nccl.loader import HANDLE_BYTES, SUCCESS, NcclError, _Logger, _properties, _until, shared_object
+from nccl.loader import HANDLE_BYTES, Loaded, _Logger, _until
 
 from netfold import FileStore
 
@@ -68,44 +68,13 @@ def _table(version: int) -> type[ctypes.Structure]:
     return type(f"CollNetV{version}", (ctypes.Structure,), {"_fields_": fields})
 
 
-class CollNet:
+class CollNet(Loaded):
     """CollNet in this process, by one version of the interface. `log` holds NCCL's log: level and text."""
 
     def __init__(self, version: int = 12) -> None:
-        self.version = version
-        self.log: list[tuple[int, str]] = []
-        self._library = ctypes.CDLL(str(shared_object()))
-        self.table: Any = _table(version).in_dll(self._library, f"ncclCollNetPlugin_v{version}")
-        self._logger = _Logger(self._write)
-        context = c_void_p(1)
-        self._context = [context] if version >= 11 else []
+        super().__init__(version, _table(version), "ncclCollNetPlugin")
         self._part = _part(version)
-        self._check(self.table.init(*([byref(context), 7] if self._context else []), self._logger))
-
-    def _write(self, level: int, _: int, file: bytes, line: int, format_: bytes, text: bytes) -> None:
-        assert file and line and format_ == b"NET/netfold: %s"
-        self.log.append((level, text.decode()))
-
-    def _check(self, code: int) -> None:
-        if code != SUCCESS:
-            raise NcclError(code, self.log[-1][1] if self.log else "")
-
-    def devices(self) -> list[Any]:
-        count = c_int(-1)
-        self._check(self.table.devices(byref(count)))
-        found = []
-        for number in range(count.value):
-            properties = _properties(self.version)()
-            self._check(self.table.properties(number, byref(properties)))
-            found.append(properties)
-        return found
-
-    def listen(self, device: int = 0) -> tuple[bytes, c_void_p]:
-        """The handle, and what `connect` wants."""
-        handle = ctypes.create_string_buffer(b"\xff" * HANDLE_BYTES, HANDLE_BYTES)
-        listener = c_void_p()
-        self._check(self.table.listen(*self._context, device, handle, byref(listener)))
-        return handle.raw, listener
+        self._check(self.table.init(*([byref(self._context[0]), 7] if self._context else []), self._logger))
 
     def connect(self, handles: Sequence[bytes], rank: int, listener: c_void_p) -> c_void_p | None:
         """A comm; None: NCCL is to go on without CollNet. Closes the listener, as NCCL does."""

@@ -115,23 +115,16 @@ class NcclError(Exception):
         self.code = code
 
 
-class Plugin:
-    """The plugin in this process, by one version of the interface. `log` holds NCCL's log: level and text."""
+class Loaded:
+    """The plugin's table `symbol` in this process, and NCCL's log. A subclass calls `init`."""
 
-    def __init__(self, version: int = VERSIONS[-1], profiler: Any = None) -> None:
-        """profiler: a ProfilerCallback."""
+    def __init__(self, version: int, table: type[ctypes.Structure], symbol: str) -> None:
         self.version = version
         self.log: list[tuple[int, str]] = []
         self._library = ctypes.CDLL(str(shared_object()))
-        self.table: Any = _table(version).in_dll(self._library, f"ncclNetPlugin_v{version}")
+        self.table: Any = table.in_dll(self._library, f"{symbol}_v{version}")
         self._logger = _Logger(self._write)
-        self._size = c_int if version == 8 else c_size_t
-        context = c_void_p(1)
-        self._profiler = profiler or ProfilerCallback()
-        new: list[Any] = [byref(context), 7, None, self._logger, self._profiler]
-        arguments = {8: [self._logger], 9: [self._logger], 10: [self._logger, self._profiler]}.get(version, new)
-        self._context = [context] if version >= 11 else []
-        self._check(self.table.init(*arguments))
+        self._context: list[Any] = [c_void_p(1)] if version >= 11 else []
 
     def _write(self, level: int, _: int, file: bytes, line: int, format_: bytes, text: bytes) -> None:
         assert file and line and format_ == b"NET/netfold: %s"
@@ -152,11 +145,24 @@ class Plugin:
         return found
 
     def listen(self, device: int = 0) -> tuple[bytes, c_void_p]:
-        """The handle, and what `accept` wants."""
+        """The handle, and the listener."""
         handle = ctypes.create_string_buffer(b"\xff" * HANDLE_BYTES, HANDLE_BYTES)
         listener = c_void_p()
         self._check(self.table.listen(*self._context, device, handle, byref(listener)))
         return handle.raw, listener
+
+
+class Plugin(Loaded):
+    """The plugin in this process, by one version of the interface. `log` holds NCCL's log: level and text."""
+
+    def __init__(self, version: int = VERSIONS[-1], profiler: Any = None) -> None:
+        """profiler: a ProfilerCallback."""
+        super().__init__(version, _table(version), "ncclNetPlugin")
+        self._size = c_int if version == 8 else c_size_t
+        self._profiler = profiler or ProfilerCallback()
+        new: list[Any] = [*map(byref, self._context), 7, None, self._logger, self._profiler]
+        arguments = {8: [self._logger], 9: [self._logger], 10: [self._logger, self._profiler]}.get(version, new)
+        self._check(self.table.init(*arguments))
 
     def connect(self, handle: bytes, device: int = 0, quiet_s: float = 20) -> c_void_p:
         own = ctypes.create_string_buffer(handle, HANDLE_BYTES)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
 from load import Deadline, seconds
 
 from netfold._native import protocol
@@ -36,6 +37,11 @@ def why_no_pipeline() -> str | None:
     if absent:
         return f"{' and '.join(absent)}, of p4lang/p4c and p4lang/behavioral-model, are not on the PATH"
     return why_unavailable(loss=False)
+
+
+_LACK = why_no_pipeline()
+# The marks of a module whose tests run a pipeline.
+NEEDS_PIPELINE = [pytest.mark.rack, pytest.mark.skipif(_LACK is not None, reason=f"no P4 pipeline can be run: {_LACK}")]
 
 
 def compile_program(folder: Path, values: int, slots: int, jobs: int = 16) -> Path:

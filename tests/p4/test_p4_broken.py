@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from load import seconds
 from p4_rack import STORE_PORT, Rack, Switch, check, results, wait_for
-from p4_rig import THRIFT_PORT, compile_program, why_no_pipeline
+from p4_rig import NEEDS_PIPELINE, THRIFT_PORT, compile_program
 
 from netfold._native import engine
 from netfold.rack.command import run
 from netfold.rack.processes import Process
 
-LACK = why_no_pipeline()
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
+pytestmark = NEEDS_PIPELINE
 
 HOSTS, STEPS = 3, 40
 IN_NETWORK, F64 = engine.ALGORITHMS["in_network"], engine.DTYPES["f64"]

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from p4_rack import CHUNKS_OF_STEP, Rack, Switch, check, results, wait_for
-from p4_rig import compile_program, why_no_pipeline
+from p4_rig import NEEDS_PIPELINE, compile_program
 
 from netfold._native import engine
 from netfold.rack.processes import Process, stop
 
-LACK = why_no_pipeline()
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
+pytestmark = NEEDS_PIPELINE
 
 HOSTS = 3
 STEPS, LONG_STEPS = 6, 40

@@ -20,6 +20,7 @@ from load import seconds
 from p4_rig import (
     DATA_PORT,
     INCARNATION,
+    NEEDS_PIPELINE,
     ROOT,
     SWITCH_IP,
     SWITCH_MAC,
@@ -32,14 +33,12 @@ from p4_rig import (
     port_of,
     rig,
     udp_frame,
-    why_no_pipeline,
 )
 
 from netfold._native import protocol
 from netfold.switch.bmv2 import Bmv2, Host, PipelineError, PipelineJob, PipelineMember, PipelineParent
 
-LACK = why_no_pipeline()
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
+pytestmark = NEEDS_PIPELINE
 
 WORKERS, VALUES, SLOTS, WINDOW = 3, 32, 64, 2
 JOB, EPOCH = 0x80000007, 3

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from p4_rack import CHUNKS_OF_STEP, Rack, Switch, check, results, wait_for
-from p4_rig import compile_program, why_no_pipeline
+from p4_rig import NEEDS_PIPELINE, compile_program
 
 from netfold._native import engine
 
-LACK = why_no_pipeline()
-pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=f"no P4 pipeline can be run: {LACK}")]
+pytestmark = NEEDS_PIPELINE
 
 STEPS, LONG_STEPS = 4, 40
 IN_NETWORK, F64 = engine.ALGORITHMS["in_network"], engine.DTYPES["f64"]

@@ -152,7 +152,7 @@ def test_a_token_is_not_sent_without_a_fingerprint(switch: RunningSwitch, tmp_pa
     received: list[bytes] = []
     endpoint = eavesdropper(None, received)
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))
-    refused(outcomes, "NETFOLD_SWITCH has no fingerprint: whoever answers there would get the token", "host:port#")
+    refused(outcomes, "has no fingerprint: any process that answers there would get the token", "host:port#")
     assert received == []
 
 

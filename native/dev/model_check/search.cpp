@@ -20,7 +20,7 @@ class Search {
     const auto start = std::chrono::steady_clock::now();
     safety();
     report_.transitions = transitions_.tried();
-    // A rogue worker can always stop the others: by silence, for one.
+    // A rogue worker can always stop its peers: by silence, for one.
     if (report_.broken.empty() && report_.exhausted && !scope_.rogue) {
       scope_.numbers > 0 ? possibility_by_timeouts() : possibility();
     }

@@ -15,8 +15,8 @@ from netfold.switch.log import event
 class PipelineWatch:
     """Renew the lease on `pipeline` every BEAT_S.
 
-    Where the pipeline is lost, its jobs end with the reason, so that their groups go by host algorithms: what a slot
-    held is gone, or nobody can tell. Then connect again, until that succeeds, and serve new jobs.
+    If the pipeline is lost, its jobs end with the reason, and their groups go by host algorithms: the content of the
+    slots is gone or unknown. Then connect again, until that succeeds, and serve new jobs.
     """
 
     def __init__(self, pipeline: Bmv2, ledger: Ledger, jobs: JobLifecycle) -> None:

@@ -262,8 +262,9 @@ def _read_token(name: str, token_file: str | None, fingerprint: str | None) -> s
         return None
     if fingerprint is None:
         raise SwitchError(
-            f"{name}: NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: whoever answers there would "
-            "get the token. Set NETFOLD_SWITCH to all of what the switch says when it starts, host:port#fingerprint"
+            f"{name}: NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: any process that answers "
+            "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it starts, "
+            "host:port#fingerprint"
         )
     try:
         token = control_messages.read_private(token_file).strip()

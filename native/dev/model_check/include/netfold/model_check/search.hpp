@@ -62,7 +62,7 @@
 // no other chunk is sent again but those that the result of a later one passed over, where a result had been skipped.
 //
 // Possibility. From every state reached there is a path, without a further fault, to a state in which every worker has
-// finished all operations, or, where workers disagree, has finished or ended. A rogue worker may stop the others, so
+// finished all operations, or, where workers disagree, has finished or ended. A rogue worker may stop its peers, so
 // there this is not asked. Unless the network is exact, the path starts from the machines with an empty network, since
 // another packet can only help (it need not be delivered): the hardest case, in which all packets were lost. With
 // numbers, the path consists of as many timeouts as it takes.
