@@ -1,0 +1,196 @@
+"""NCCL's choice of algorithm and protocol beside that of netfold's tuner, between emulated hosts:
+
+    .venv/bin/python bench/nccl_choices.py                  # root
+
+The program is compiled from nccl_choices.cpp, which says what is run. NCCL's choice is that of its own model.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import log2
+from pathlib import Path
+
+import driver
+import numpy as np
+from driver import Place, cell
+
+from netfold.bench.network import Network, open_network
+from netfold.bench.spread import paired_ratios
+from netfold.cli.nccl_env import TUNER, plugin
+from netfold.plan.cluster.measured import measured_link
+from netfold.rack.processes import follow, supervise
+from netfold.tuning.nccl import PROTOCOLS, table_text
+
+HERE = Path(__file__).parent
+SIZES = tuple(1 << power for power in range(10, 27, 2))
+# GB/s that NCCL's search tries for a channel between hosts (search.cc, speedArrayInter; those below a card of 10 Gbit/s).
+SPEEDS = (1.2, 0.24, 0.12)
+# tuning.cc, treeCorrectionFactor, from 64 bytes on.
+CORRECTIONS = {
+    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
+    "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
+    "Simple": (*(0.9,) * 7, 0.8, 0.7, 0.6, 0.6, *(0.5,) * 4, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+}
+
+
+def nccl_us(algorithm: str, protocol: str, size: int, hosts: int, mbit: int) -> float:
+    """NCCL's estimate of an all_reduce with one GPU of compute capability 8.0 a host, and a card of `mbit`, at most 10,000.
+
+    ncclTopoTuneModel and ncclTopoGetAlgoTime (src/graph/tuning.cc); the rate is what ncclTopoCompute finds for the card.
+    The plugin names no latency of the network.
+    """
+    rate = next((speed for speed in SPEEDS if speed <= mbit / 8000), 0.1)
+    # On two hosts a tree has the rate that its search found on the host: twice the network's, where the search succeeded.
+    if algorithm == "tree" and hosts == 2 and rate > 0.1:
+        rate *= 2
+    about = PROTOCOLS[protocol]
+    if algorithm == "ring":
+        rate *= {"LL": 0.5, "LL128": 0.92, "Simple": 1}[protocol] * hosts / (2 * (hosts - 1))
+        start, steps = {"LL": 6.6, "LL128": 14.0, "Simple": 8.4}[protocol], 2 * (hosts - 1)
+    else:
+        rate *= 0.92 * {"LL": 1 / 3.8, "LL128": 120 / 128, "Simple": 1}[protocol] * 0.85 * 0.5
+        rate *= CORRECTIONS[protocol][int(log2(size / 64))] if size < 64 << 23 else 1
+        start, steps = about.start_us, 2 * int(log2(hosts))
+    latency = start + steps * about.tree_us  # with one rank a host NCCL takes the tree's latency for rings, too
+    if (algorithm, protocol) == ("ring", "Simple") and size // (2 * hosts) >= 64:
+        latency *= 1.4
+    return latency + size / (1000 * rate)
+
+
+def channels(algorithm: str, protocol: str, size: int, hosts: int) -> int:
+    """NCCL's channels: two, where the size is above its threshold (enqueue.cc, topoGetAlgoInfo)."""
+    threads = {"LL": 512, "LL128": 640, "Simple": 256 if algorithm == "ring" else 512}[protocol]
+    each = {"LL": 8 * (hosts if algorithm == "ring" else 1), "LL128": 8, "Simple": 64}[protocol]
+    return 2 if size >= 2 * threads * each else 1
+
+
+@contextmanager
+def compiled() -> Iterator[str]:
+    """The path of the program, while the block runs."""
+    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+        program = f"{folder}/nccl_choices"
+        include = HERE.parent / "native" / "nccl" / "include"
+        source = str(HERE / "nccl_choices.cpp")
+        subprocess.run(["c++", "-std=c++20", "-O2", f"-I{include}", source, "-ldl", "-o", program], check=True)
+        yield program
+
+
+def outputs(network: Network, argvs: list[list[str]], environment: dict[str, str]) -> list[list[str]]:
+    """Run a command on each host; the lines of each."""
+    lines: list[list[str]] = [[] for _ in argvs]
+    spawned = [
+        network.spawn(rank, argv, {**os.environ, **environment, "RANK": str(rank)}) for rank, argv in enumerate(argvs)
+    ]
+    readers = [follow(process, lines[rank].append) for rank, process in enumerate(spawned)]
+    outcome = supervise(spawned, driver.DEADLINE_S)
+    for reader in readers:
+        reader.join(1)
+    assert outcome.exit_code == 0, f"rank {outcome.first_failed}: {lines[outcome.first_failed or 0][-5:]}"
+    return lines
+
+
+def table_here(network: Network, hosts: int) -> tuple[str, str]:
+    """The tuner's table of the link that the doctor measures in the rack, and the link in words."""
+    assert network.rack is not None
+    where = {"WORLD_SIZE": str(hosts), "MASTER_ADDR": str(network.rack.address(0)), "MASTER_PORT": "29500"}
+    doctor = [sys.executable, "-m", "netfold.cli", "doctor", "check", "--output", "json"]
+    text = "\n".join(outputs(network, [doctor] * hosts, where)[0])
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(text[text.index("{") :])
+        file.flush()
+        link = measured_link(Path(file.name))
+    return table_text([(hosts, hosts)], link), link.text()
+
+
+def chosen(program: str, table: Path, hosts: int, estimates: dict[int, dict[tuple[str, str], float]]) -> list[str]:
+    """The choice by the tuner for each size, as the program names it."""
+    order = [(how, by) for how in ("tree", "ring") for by in PROTOCOLS]
+    rows = [[size, *(f"{of[each]:.6f}" for each in order), *[-1] * 15] for size, of in estimates.items()]
+    done = subprocess.run(
+        [program, "choose", str(plugin().parent / TUNER), str(hosts), str(hosts)],
+        input="\n".join(" ".join(map(str, row)) for row in rows),
+        env={**os.environ, "NETFOLD_NCCL_TUNER": str(table)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = []
+    for size, line in zip(estimates, done.stdout.splitlines(), strict=True):
+        how, by, count = line.split()
+        names.append(f"{how}/{by}/{count if count != '0' else channels(how, by, size, hosts)}")
+    return names
+
+
+def nccl_tuner(
+    rounds: int = 7, launches: int = 3, hosts: str = "2,4,8", rates: str = "1000,200", most: int = 64 << 20
+) -> str:
+    """NCCL's choice beside the tuner's, in the network part's time."""
+    rows = []
+    with compiled() as program, tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+        for count in map(int, hosts.split(",")):
+            for mbit in map(int, rates.split(",")):
+                rows += _rows(program, Path(folder), count, mbit, rounds, launches, most)
+    head = "hosts, link, card says | bytes | NCCL's choice | netfold's choice | NCCL ms | netfold ms | time over NCCL's"
+    return f"""all_reduce of f32 between hosts, one rank a host, every element checked: the network part of NCCL's ring and
+double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches} launches, the
+choices in turns; from the last rank's start to the last rank's end; 5% .. 95%. NCCL's choice is that of its model for a
+GPU of compute capability 8.0 and a card of the speed named. The cost of a protocol on a GPU is not in the times.
+
+{driver.table(head, rows)}"""
+
+
+def _rows(program: str, folder: Path, hosts: int, mbit: int, rounds: int, launches: int, most: int) -> list[list[str]]:
+    sizes = [size for size in SIZES if size <= most]
+    took: dict[tuple[int, str], list[float]] = defaultdict(list)
+    with open_network(Place(hosts, rate=f"{mbit}mbit")) as network:
+        assert network.rack is not None
+        table, link = table_here(network, hosts)
+        (folder / "table").write_text(table)
+        pairs: dict[tuple[int, int], tuple[str, str]] = {}
+        for card in (mbit, 10_000):
+            estimates = {
+                size: {(how, by): nccl_us(how, by, size, hosts, card) for how in ("tree", "ring") for by in PROTOCOLS}
+                for size in sizes
+            }
+            ours = chosen(program, folder / "table", hosts, estimates)
+            for size, choice in zip(sizes, ours, strict=True):
+                how, by = min(estimates[size], key=estimates[size].__getitem__)
+                pairs[card, size] = (f"{how}/{by}/{channels(how, by, size, hosts)}", choice)
+        wanted = {size: sorted({each for card in (mbit, 10_000) for each in pairs[card, size]}) for size in sizes}
+        wanted = {size: names for size, names in wanted.items() if len(names) > 1}
+        cases = [f"{size}:{10 if size <= 1 << 16 else 1}:{','.join(names)}" for size, names in wanted.items()]
+        for launch in range(launches if cases else 0):
+            meeting = folder / f"{hosts}-{mbit}-{launch}"
+            meeting.mkdir()
+            argvs = [
+                [program, "run", str(plugin()), str(meeting), str(rank), str(hosts), str(rounds), *cases]
+                for rank in range(hosts)
+            ]
+            calls: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+            for ranks in zip(*outputs(network, argvs, {}), strict=True):
+                words = [line.split() for line in ranks]
+                key = (list(wanted)[int(words[0][0])], int(words[0][1]), words[0][2])
+                calls[key].append(max(float(each[4]) for each in words) - max(float(each[3]) for each in words))
+            for (size, _, name), seconds in calls.items():
+                took[size, name].append(float(np.median(seconds)))
+    rows = []
+    for (card, size), (theirs, ours_) in pairs.items():
+        where = f"{hosts}, {link}, {card}"
+        if theirs == ours_:
+            rows.append([where, f"{size:,}", theirs, "the same", "", "", "1"])
+            continue
+        times = [took[size, name] for name in (theirs, ours_)]
+        ms = [f"{np.median(each) * 1e3:.3f}" for each in times]
+        rows.append([where, f"{size:,}", theirs, ours_, *ms, cell(paired_ratios(times[1], times[0]))])
+    return rows
+
+
+if __name__ == "__main__":
+    driver.run(nccl_tuner)
