@@ -41,7 +41,7 @@ CORRECTIONS = {
 
 
 def nccl_us(algorithm: str, protocol: str, size: int, hosts: int, mbit: int) -> float:
-    """NCCL's estimate of an all_reduce with one GPU of compute capability 8.0 a host, and a card of `mbit`, at most 10,000.
+    """NCCL's estimate of an all_reduce with one GPU of capability 8.0 a host, and a card of `mbit` (up to 10,000).
 
     ncclTopoTuneModel and ncclTopoGetAlgoTime (src/graph/tuning.cc); the rate is what ncclTopoCompute finds for the card.
     The plugin names no latency of the network.
@@ -138,8 +138,8 @@ def nccl_tuner(
             for mbit in map(int, rates.split(",")):
                 rows += _rows(program, Path(folder), count, mbit, rounds, launches, most)
     head = "hosts, link, card says | bytes | NCCL's choice | netfold's choice | NCCL ms | netfold ms | time over NCCL's"
-    return f"""all_reduce of f32 between hosts, one rank a host, every element checked: the network part of NCCL's ring and
-double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches} launches, the
+    return f"""all_reduce of f32 between hosts, one rank a host, every element checked: the network part of NCCL's ring
+and double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches} launches, the
 choices in turns; from the last rank's start to the last rank's end; 5% .. 95%. NCCL's choice is that of its model for a
 GPU of compute capability 8.0 and a card of the speed named. The cost of a protocol on a GPU is not in the times.
 
