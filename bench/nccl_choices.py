@@ -30,7 +30,7 @@ from netfold.tuning.nccl import PROTOCOLS, table_text
 
 HERE = Path(__file__).parent
 SIZES = tuple(1 << power for power in range(10, 27, 2))
-# GB/s that NCCL's search tries for a channel between hosts (search.cc, speedArrayInter; those below a card of 10 Gbit/s).
+# GB/s that NCCL's search tries for a channel between hosts (search.cc, speedArrayInter), below a card of 10 Gbit/s.
 SPEEDS = (1.2, 0.24, 0.12)
 # tuning.cc, treeCorrectionFactor, from 64 bytes on.
 CORRECTIONS = {
@@ -41,13 +41,13 @@ CORRECTIONS = {
 
 
 def nccl_us(algorithm: str, protocol: str, size: int, hosts: int, mbit: int) -> float:
-    """NCCL's estimate of an all_reduce with one GPU of capability 8.0 a host, and a card of `mbit` (up to 10,000).
+    """NCCL's estimate of an all_reduce with one GPU of capability 8.0 a host and a card of `mbit` (to 10,000).
 
-    ncclTopoTuneModel and ncclTopoGetAlgoTime (src/graph/tuning.cc); the rate is what ncclTopoCompute finds for the card.
-    The plugin names no latency of the network.
+    ncclTopoTuneModel and ncclTopoGetAlgoTime (src/graph/tuning.cc); the rate is what ncclTopoCompute finds for the
+    card. The plugin names no latency of the network.
     """
     rate = next((speed for speed in SPEEDS if speed <= mbit / 8000), 0.1)
-    # On two hosts a tree has the rate that its search found on the host: twice the network's, where the search succeeded.
+    # On two hosts a tree has the rate that its search found on the host: twice the network's, if one was found.
     if algorithm == "tree" and hosts == 2 and rate > 0.1:
         rate *= 2
     about = PROTOCOLS[protocol]
@@ -137,13 +137,20 @@ def nccl_tuner(
         for count in map(int, hosts.split(",")):
             for mbit in map(int, rates.split(",")):
                 rows += _rows(program, Path(folder), count, mbit, rounds, launches, most)
-    head = "hosts, link, card says | bytes | NCCL's choice | netfold's choice | NCCL ms | netfold ms | time over NCCL's"
-    return f"""all_reduce of f32 between hosts, one rank a host, every element checked: the network part of NCCL's ring
-and double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches} launches, the
-choices in turns; from the last rank's start to the last rank's end; 5% .. 95%. NCCL's choice is that of its model for a
-GPU of compute capability 8.0 and a card of the speed named. The cost of a protocol on a GPU is not in the times.
+    head = "hosts, link, card says | bytes | NCCL's choice | netfold's | NCCL ms | netfold ms | time over NCCL's"
+    return f"""all_reduce of f32 between hosts, one rank a host, every element checked: the network part of NCCL's
+ring and double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches} launches,
+the choices in turns. Up to 128 calls follow one another without a pause: a link's burst would carry one small call. Time
+runs from the last rank's start to the last rank's end; 5% .. 95%. NCCL's choice is that of its model for a GPU of compute
+capability 8.0 and a card of the speed named (Mbit/s). The cost of a protocol on a GPU is not in the times. Both cores carry
+all hosts.
 
 {driver.table(head, rows)}"""
+
+
+def _calls(size: int) -> int:
+    """Calls one after the other: together more than the emulated link's burst."""
+    return min(128, max(1, (2 << 20) // size))
 
 
 def _rows(program: str, folder: Path, hosts: int, mbit: int, rounds: int, launches: int, most: int) -> list[list[str]]:
@@ -165,7 +172,7 @@ def _rows(program: str, folder: Path, hosts: int, mbit: int, rounds: int, launch
                 pairs[card, size] = (f"{how}/{by}/{channels(how, by, size, hosts)}", choice)
         wanted = {size: sorted({each for card in (mbit, 10_000) for each in pairs[card, size]}) for size in sizes}
         wanted = {size: names for size, names in wanted.items() if len(names) > 1}
-        cases = [f"{size}:{10 if size <= 1 << 16 else 1}:{','.join(names)}" for size, names in wanted.items()]
+        cases = [f"{size}:{_calls(size)}:{','.join(names)}" for size, names in wanted.items()]
         for launch in range(launches if cases else 0):
             meeting = folder / f"{hosts}-{mbit}-{launch}"
             meeting.mkdir()
@@ -179,7 +186,7 @@ def _rows(program: str, folder: Path, hosts: int, mbit: int, rounds: int, launch
                 key = (list(wanted)[int(words[0][0])], int(words[0][1]), words[0][2])
                 calls[key].append(max(float(each[4]) for each in words) - max(float(each[3]) for each in words))
             for (size, _, name), seconds in calls.items():
-                took[size, name].append(float(np.median(seconds)))
+                took[size, name].append(float(np.median(seconds)) / _calls(size))
     rows = []
     for (card, size), (theirs, ours_) in pairs.items():
         where = f"{hosts}, {link}, {card}"

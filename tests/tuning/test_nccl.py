@@ -28,9 +28,30 @@ def test_steps_on_a_host_do_not_have_the_networks_latency() -> None:
 
 
 def test_a_tree_is_up_and_down_between_hosts_and_a_chain_on_each() -> None:
-    """1 KB on 16 ranks of 8 hosts: 6 hops of 20 + 5 us, and 1 KB of a binomial tree in each, of which 1/3.8 is data."""
+    """1 KB on 16 ranks of 8 hosts: 6 hops of 20 + 5 us, and the tensor sent twice, with as many bytes of flags."""
     took = seconds("all_reduce", "tree", "LL", 1024, 16, 8, LINK)
-    assert took == pytest.approx((6.8 + 2 * 1 * 1.0) * 1e-6 + 6 * (25e-6 + 1024 * 3.8 / 1e9))
+    assert took == pytest.approx((6.8 + 2 * 1 * 1.0) * 1e-6 + 6 * 25e-6 + 2 * 2 * 1024 / 1e9)
+
+
+def test_a_tree_of_two_hosts_sends_as_much_as_a_ring() -> None:
+    took = seconds("all_reduce", "tree", "LL128", 60_000, 2, 2, LINK)
+    assert took == pytest.approx(14e-6 + 2 * 28.5e-6 + 64_000 / 1e9)
+
+
+def test_each_hop_of_a_tree_with_simple_waits_for_a_piece() -> None:
+    """4 hosts: 4 hops, each with half of a small tensor, and with 512 KB of a large one."""
+    small = seconds("all_reduce", "tree", "Simple", 100_000, 4, 4, LINK)
+    assert small == pytest.approx(8.4e-6 + 4 * 34e-6 + (2 + 4 / 2) * 100_000 / 1e9)
+    large = seconds("all_reduce", "tree", "Simple", 64 * MB, 4, 4, LINK)
+    assert large == pytest.approx(8.4e-6 + 4 * 34e-6 + (2 * 64 * MB + 4 * (512 << 10)) / 1e9)
+
+
+def test_small_tensors_between_slow_hosts_stay_in_a_tree() -> None:
+    """As measured (bench/nccl_choices.py): of 8 hosts at 1 Gbit/s a ring of 16 KB takes over twice a tree's time."""
+    link = Link(23e-6, 120e6)
+    for size in (1024, 4096, 16384):
+        tree, ring = (seconds("all_reduce", how, "LL128", size, 8, 8, link) for how in ("tree", "ring"))
+        assert tree < ring
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (8, 8), (16, 2), (64, 8)])

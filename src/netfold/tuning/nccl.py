@@ -2,7 +2,8 @@
 
 NCCL's own model (src/graph/tuning.cc, `ncclTopoTuneModel`) assumes a latency of the network for each protocol and takes
 the rate from the network card's nominal one. Here both are the link's that was measured. What the protocol costs beside
-the link is NCCL's own constant. The bytes and steps are those of the cost formulas.
+the link is NCCL's own constant. The bytes and steps of a ring are those of the cost formulas. A tree is counted as NCCL
+runs it: always two pipelined binary trees, where netfold takes a binomial one for small tensors.
 
 Only what crosses hosts is modelled, by ring and tree. NCCL's choice stays in a communicator on one host, and where
 NCCL's choice is NVLS, CollNet or PAT: nothing here says how long these take.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log2
 
 from netfold.tuning.cost import FORMULAS, Case
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
@@ -30,14 +31,14 @@ SIZES = tuple(1 << power for power in range(10, 33))
 class Protocol:
     """A protocol of NCCL.
 
-    data: the part of the sent bytes that is data. LL sends 4 bytes of flag with 4 of data; LL128 8 with 120
-    (tuning.cc: busBw * .5, busBw * 120/128; for a tree with LL 1/3.8).
+    data: the part of the sent bytes that is data. LL sends 4 bytes of flag with 4 of data; LL128 8 with 120.
+    piece: bytes that a rank of a tree receives before it sends them on. Those of LL and LL128 are small: 0 here.
     start_us: of any operation. ring_us, tree_us: of one step over a network. on_host_us: of one step on a host.
     The times are NCCL's constants for it (tuning.cc, baseLatencies, hwLatencies NET and PCI).
     """
 
     data: float
-    tree_data: float
+    piece: int
     start_us: float
     ring_us: float
     tree_us: float
@@ -45,9 +46,9 @@ class Protocol:
 
 
 PROTOCOLS = {
-    "LL": Protocol(1 / 2, 1 / 3.8, 6.8, 2.7, 5.0, 1.0),
-    "LL128": Protocol(120 / 128, 120 / 128, 14.0, 4.0, 8.5, 2.5),
-    "Simple": Protocol(1.0, 1.0, 8.4, 14.0, 14.0, 5.7),
+    "LL": Protocol(1 / 2, 0, 6.8, 2.7, 5.0, 1.0),
+    "LL128": Protocol(120 / 128, 0, 14.0, 4.0, 8.5, 2.5),
+    "Simple": Protocol(1.0, 512 << 10, 8.4, 14.0, 14.0, 5.7),
 }
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -63,20 +64,25 @@ def seconds(collective: str, algorithm: str, protocol: str, size: float, ranks: 
     about = PROTOCOLS[protocol]
     is_tree = algorithm == "tree"
     step_us = about.tree_us if is_tree else about.ring_us
-    data = about.tree_data if is_tree else about.data
     # NCCL reduces on the GPU, while it receives.
-    network = Link(link.latency_s + step_us * 1e-6, link.bytes_per_s * data)
-    links = replace(DEFAULT_LINKS, network=network, reduce_bytes_per_s=inf, measured=True)
-    formula = FORMULAS[collective, algorithm].seconds
+    network = Link(link.latency_s + step_us * 1e-6, link.bytes_per_s * about.data)
     per_host = ranks / hosts
-    if is_tree:
-        # Along a chain on each host, and up and down two trees between hosts.
+    if is_tree and collective == "all_reduce":
+        # Along a chain on each host, and up and down two trees between hosts, each with half of the tensor. A host has
+        # two children in one of them, and none in the other: it sends the tensor twice (of 2 hosts: once).
         on_host = 2 * (per_host - 1) * about.on_host_us
-        return (about.start_us + on_host) * 1e-6 + formula(Case(size, Topology.apart(hosts), links))
+        hops = 2 * int(log2(hosts))
+        sent = min(2.0, hosts / 2) * size + hops * min(size / 2, about.piece)
+        return (about.start_us + on_host) * 1e-6 + hops * network.latency_s + sent / network.bytes_per_s
     # A ring of all ranks crosses each host's link once. The steps on a host have its latency, not the network's.
+    links = replace(DEFAULT_LINKS, network=network, reduce_bytes_per_s=inf, measured=True)
     ring = Case(size, Topology.even(ranks, hosts), links)
     steps = (2 if collective == "all_reduce" else 1) * (ranks - hosts)
-    return about.start_us * 1e-6 + formula(ring) - steps * (network.latency_s - about.on_host_us * 1e-6)
+    return (
+        about.start_us * 1e-6
+        + FORMULAS[collective, algorithm].seconds(ring)
+        - steps * (network.latency_s - about.on_host_us * 1e-6)
+    )
 
 
 def rows(
