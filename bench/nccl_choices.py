@@ -14,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
@@ -132,20 +133,66 @@ def nccl_tuner(
     rounds: int = 7, launches: int = 3, hosts: str = "2,4,8", rates: str = "1000,200", most: int = 64 << 20
 ) -> str:
     """NCCL's choice beside the tuner's, in the network part's time."""
-    rows = []
+    sizes = [size for size in SIZES if size <= most]
+    rows: list[list[str]] = []
+    wider: list[list[str]] = []
+    same = 0
     with compiled() as program, tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
         for count in map(int, hosts.split(",")):
             for mbit in map(int, rates.split(",")):
-                rows += _rows(program, Path(folder), count, mbit, rounds, launches, most)
+                with open_network(Place(count, rate=f"{mbit}mbit")) as network:
+                    measure = Measure(program, Path(folder), network, count, rounds, launches)
+                    changed, kept = _choices(measure, mbit, sizes)
+                    rows += changed
+                    same += kept
+                    wider += _channels(measure, mbit, [size for size in sizes if size >= 64 << 10])
     head = "hosts, link, card says | bytes | NCCL's choice | netfold's | NCCL ms | netfold ms | time over NCCL's"
     return f"""all_reduce of f32 between hosts, one rank a host, every element checked: the network part of NCCL's
-ring and double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches} launches,
-the choices in turns. Up to 128 calls follow one another without a pause: a link's burst would carry one small call. Time
-runs from the last rank's start to the last rank's end; 5% .. 95%. NCCL's choice is that of its model for a GPU of compute
-capability 8.0 and a card of the speed named (Mbit/s). The cost of a protocol on a GPU is not in the times. Both cores carry
-all hosts.
+ring and double binary tree over the plugin, with NCCL's pieces and channels. {rounds} rounds in each of {launches}
+launches, the choices in turns. Up to 128 calls follow one another without a pause: a link's burst would carry one small
+call. Time runs from the last rank's start to the last rank's end; 5% .. 95%. NCCL's choice is that of its model for a
+GPU of compute capability 8.0 and a card of the speed named (Mbit/s). The cost of a protocol on a GPU is not in the
+times. Both cores carry all hosts.
 
-{driver.table(head, rows)}"""
+Sizes: {", ".join(f"{size:,}" for size in sizes)} bytes. **In {same} of {same + len(rows)} cases the choice is the same**,
+and nothing was timed. The others:
+
+{driver.table(head, rows)}
+
+## More channels
+
+A ring with Simple by 1, 2 and 4 channels, each with a connection of its own: time over that with one.
+
+{driver.table("hosts, Mbit/s | bytes | 1, ms | 2 | 4", wider)}"""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The runs of the program between the hosts of a network."""
+
+    program: str
+    folder: Path
+    network: Network
+    hosts: int
+    rounds: int
+    launches: int
+
+    def times(self, wanted: dict[int, list[str]]) -> dict[tuple[int, str], list[float]]:
+        """Seconds of a call by size and choice, one a round; wanted: the choices for each size, taken in turns."""
+        took: dict[tuple[int, str], list[float]] = defaultdict(list)
+        cases = [f"{size}:{_calls(size)}:{','.join(names)}" for size, names in wanted.items()]
+        for _ in range(self.launches if cases else 0):
+            meeting = tempfile.mkdtemp(dir=self.folder)
+            argvs = [
+                [self.program, "run", str(plugin()), meeting, str(rank), str(self.hosts), str(self.rounds), *cases]
+                for rank in range(self.hosts)
+            ]
+            for ranks in zip(*outputs(self.network, argvs, {}), strict=True):
+                words = [line.split() for line in ranks]
+                size, name = list(wanted)[int(words[0][0])], words[0][2]
+                seconds = max(float(each[4]) for each in words) - max(float(each[3]) for each in words)
+                took[size, name].append(seconds / _calls(size))
+        return took
 
 
 def _calls(size: int) -> int:
@@ -153,49 +200,44 @@ def _calls(size: int) -> int:
     return min(128, max(1, (2 << 20) // size))
 
 
-def _rows(program: str, folder: Path, hosts: int, mbit: int, rounds: int, launches: int, most: int) -> list[list[str]]:
-    sizes = [size for size in SIZES if size <= most]
-    took: dict[tuple[int, str], list[float]] = defaultdict(list)
-    with open_network(Place(hosts, rate=f"{mbit}mbit")) as network:
-        assert network.rack is not None
-        table, link = table_here(network, hosts)
-        (folder / "table").write_text(table)
-        pairs: dict[tuple[int, int], tuple[str, str]] = {}
-        for card in (mbit, 10_000):
-            estimates = {
-                size: {(how, by): nccl_us(how, by, size, hosts, card) for how in ("tree", "ring") for by in PROTOCOLS}
-                for size in sizes
-            }
-            ours = chosen(program, folder / "table", hosts, estimates)
-            for size, choice in zip(sizes, ours, strict=True):
-                how, by = min(estimates[size], key=estimates[size].__getitem__)
-                pairs[card, size] = (f"{how}/{by}/{channels(how, by, size, hosts)}", choice)
-        wanted = {size: sorted({each for card in (mbit, 10_000) for each in pairs[card, size]}) for size in sizes}
-        wanted = {size: names for size, names in wanted.items() if len(names) > 1}
-        cases = [f"{size}:{_calls(size)}:{','.join(names)}" for size, names in wanted.items()]
-        for launch in range(launches if cases else 0):
-            meeting = folder / f"{hosts}-{mbit}-{launch}"
-            meeting.mkdir()
-            argvs = [
-                [program, "run", str(plugin()), str(meeting), str(rank), str(hosts), str(rounds), *cases]
-                for rank in range(hosts)
-            ]
-            calls: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-            for ranks in zip(*outputs(network, argvs, {}), strict=True):
-                words = [line.split() for line in ranks]
-                key = (list(wanted)[int(words[0][0])], int(words[0][1]), words[0][2])
-                calls[key].append(max(float(each[4]) for each in words) - max(float(each[3]) for each in words))
-            for (size, _, name), seconds in calls.items():
-                took[size, name].append(float(np.median(seconds)) / _calls(size))
+def _choices(measure: Measure, mbit: int, sizes: list[int]) -> tuple[list[list[str]], int]:
+    """The rows of the cases in which the choices differ, and how many do not."""
+    hosts = measure.hosts
+    text, link = table_here(measure.network, hosts)
+    table = measure.folder / "table"
+    table.write_text(text)
+    pairs: dict[tuple[int, int], tuple[str, str]] = {}
+    cards = sorted({mbit, 10_000})
+    for card in cards:
+        estimates = {
+            size: {(how, by): nccl_us(how, by, size, hosts, card) for how in ("tree", "ring") for by in PROTOCOLS}
+            for size in sizes
+        }
+        ours = chosen(measure.program, table, hosts, estimates)
+        for size, choice in zip(sizes, ours, strict=True):
+            how, by = min(estimates[size], key=estimates[size].__getitem__)
+            pairs[card, size] = (f"{how}/{by}/{channels(how, by, size, hosts)}", choice)
+    differ = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    wanted: dict[int, list[str]] = {}
+    for (_, size), pair in differ.items():
+        wanted[size] = sorted({*wanted.get(size, []), *pair})
+    took = measure.times(wanted)
     rows = []
-    for (card, size), (theirs, ours_) in pairs.items():
-        where = f"{hosts}, {link}, {card}"
-        if theirs == ours_:
-            rows.append([where, f"{size:,}", theirs, "the same", "", "", "1"])
-            continue
-        times = [took[size, name] for name in (theirs, ours_)]
+    for (card, size), pair in differ.items():
+        times = [took[size, name] for name in pair]
         ms = [f"{np.median(each) * 1e3:.3f}" for each in times]
-        rows.append([where, f"{size:,}", theirs, ours_, *ms, cell(paired_ratios(times[1], times[0]))])
+        rows.append([f"{hosts}, {link}, {card}", f"{size:,}", *pair, *ms, cell(paired_ratios(times[1], times[0]))])
+    return rows, len(pairs) - len(differ)
+
+
+def _channels(measure: Measure, mbit: int, sizes: list[int]) -> list[list[str]]:
+    names = [f"ring/Simple/{count}" for count in (1, 2, 4)]
+    took = measure.times({size: names for size in sizes})
+    rows = []
+    for size in sizes:
+        one, *more = (took[size, name] for name in names)
+        ratios = [cell(paired_ratios(times, one)) for times in more]
+        rows.append([f"{measure.hosts}, {mbit}", f"{size:,}", f"{np.median(one) * 1e3:.2f}", *ratios])
     return rows
 
 
