@@ -154,8 +154,8 @@ call. Time runs from the last rank's start to the last rank's end; 5% .. 95%. NC
 GPU of compute capability 8.0 and a card of the speed named (Mbit/s). The cost of a protocol on a GPU is not in the
 times. Both cores carry all hosts.
 
-Sizes: {", ".join(f"{size:,}" for size in sizes)} bytes. **In {same} of {same + len(rows)} cases the choice is the same**,
-and nothing was timed. The others:
+Sizes: {", ".join(f"{size:,}" for size in sizes)} bytes.
+**In {same} of {same + len(rows)} cases the choice is the same**, and nothing was timed. The others:
 
 {driver.table(head, rows)}
 
@@ -232,7 +232,7 @@ def _choices(measure: Measure, mbit: int, sizes: list[int]) -> tuple[list[list[s
 
 def _channels(measure: Measure, mbit: int, sizes: list[int]) -> list[list[str]]:
     names = [f"ring/Simple/{count}" for count in (1, 2, 4)]
-    took = measure.times({size: names for size in sizes})
+    took = measure.times(dict.fromkeys(sizes, names))
     rows = []
     for size in sizes:
         one, *more = (took[size, name] for name in names)

@@ -184,7 +184,9 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
   });
   if (problem.empty()) return std::unique_ptr<CollComm>(new CollComm(std::move(group), std::move(recovery)));
   if (recovery != nullptr) recovery->close();
-  warn("CollNet is not used, and NCCL's own algorithms are: " + problem);
+  const bool is_required = Endpoint::instance().settings().is_switch_required;
+  warn(std::string("CollNet is not used, and ") +
+       (is_required ? "NETFOLD_NCCL_REQUIRE_SWITCH=1 requires it: " : "NCCL's own algorithms are: ") + problem);
   return nullptr;
 }
 

@@ -51,12 +51,14 @@ Result listen(int device, void* raw, void** listener) {
 // Success without a comm: NCCL goes on without CollNet.
 Result connect(void* handles[], int ranks, int rank, void* listener, void** comm) {
   *comm = nullptr;
-  return guarded([&] {
+  const Result result = guarded([&] {
     std::vector<Handle> all(static_cast<std::size_t>(std::max(ranks, 0)));
     for (std::size_t each = 0; each < all.size(); ++each) std::memcpy(&all[each], handles[each], sizeof(Handle));
     *comm = CollComm::connect(*static_cast<HeldListener*>(listener)->listener, all, rank).release();
     return Result::success;
   });
+  if (*comm == nullptr) Endpoint::instance().go_without_switch();
+  return result;
 }
 
 Result supports(DataType type, Reduction reduction, int* supported) {

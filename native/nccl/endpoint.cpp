@@ -129,6 +129,13 @@ Endpoint::Endpoint()
   }
 }
 
+void Endpoint::check_switch() const {
+  if (!is_refusing_) return;
+  throw std::runtime_error("NCCL goes without the switch " +
+                           settings_.switches.substr(0, settings_.switches.find('#')) +
+                           ", which NETFOLD_NCCL_REQUIRE_SWITCH=1 requires; an earlier line says why");
+}
+
 std::string Endpoint::description() const {
   if (fabric_) return fabric_->description();
   std::string names;
@@ -244,7 +251,7 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
       throw std::runtime_error("its NETFOLD_SECURITY is not this rank's");
     }
     if (hello.is_again != 0) {
-      comm = find(hello.comm);
+      comm = find({hello.comm, Comm::Role::receiver});
       if (comm == nullptr || hello.rail >= comm->rails()) return std::nullopt;
       broken = comm->disconnect(hello.rail);
       if (!broken) return std::nullopt;
@@ -379,19 +386,19 @@ std::shared_ptr<Comm> Endpoint::make(Comm::Role role, int device, const Hello& h
   watched.comm = std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections),
                                         settings_.reconnect_ns > 0, std::move(lane), [this] { wake(); });
   const std::lock_guard lock(mutex_);
-  return comms_.emplace(hello.comm, std::move(watched)).first->second.comm;
+  return comms_.emplace(key_of(*watched.comm), std::move(watched)).first->second.comm;
 }
 
-std::shared_ptr<Comm> Endpoint::find(const Id& id) {
+std::shared_ptr<Comm> Endpoint::find(const Key& key) {
   const std::lock_guard lock(mutex_);
-  const auto found = comms_.find(id);
+  const auto found = comms_.find(key);
   return found == comms_.end() || found->second.close_by_ns != 0 ? nullptr : found->second.comm;
 }
 
 void Endpoint::close(const std::shared_ptr<Comm>& comm) {
   comm->leave();
   const std::lock_guard lock(mutex_);
-  if (const auto found = comms_.find(comm->id()); found != comms_.end())
+  if (const auto found = comms_.find(key_of(*comm)); found != comms_.end())
     found->second.close_by_ns = now_ns() + kCloseNs;
   wake();
 }
@@ -411,13 +418,13 @@ void Endpoint::look_at_all() {
       std::unique_lock lock(mutex_);
       condition_.wait_for(lock, std::chrono::nanoseconds(kLookNs), [this] { return is_due_.load(); });
       is_due_ = false;
-      for (const auto& [id, watched] : comms_) all.push_back(watched);
+      for (const auto& [key, watched] : comms_) all.push_back(watched);
     }
     for (const Watched& each : all) {
       if (each.close_by_ns != 0) {
         if (!each.comm->has_arrived() && now_ns() < each.close_by_ns) continue;
         const std::lock_guard lock(mutex_);
-        comms_.erase(each.comm->id());
+        comms_.erase(key_of(*each.comm));
         continue;
       }
       each.comm->look();
@@ -428,7 +435,7 @@ void Endpoint::look_at_all() {
           each.comm->give_up(rail, broken->reconnects, "no new connection came about within NETFOLD_RECONNECT_S");
         } else if (each.comm->role() == Comm::Role::sender && !each.is_connecting[static_cast<std::size_t>(rail)]) {
           const std::lock_guard lock(mutex_);
-          const auto found = comms_.find(each.comm->id());
+          const auto found = comms_.find(key_of(*each.comm));
           if (found == comms_.end()) continue;
           const bool is_begun = run_apart([this, comm = each.comm, rail] { connect_again(comm, rail); });
           found->second.is_connecting[static_cast<std::size_t>(rail)] = is_begun;
@@ -442,14 +449,14 @@ void Endpoint::connect_again(const std::shared_ptr<Comm>& comm, int rail) {
   Watched to;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = comms_.find(comm->id());
+    const auto found = comms_.find(key_of(*comm));
     if (found == comms_.end()) return;
     to = found->second;
   }
   inform("the connection to " + comm->peer() + " broke, and is made again");
   while (const auto broken = comm->broken(rail)) {
     const std::int64_t deadline_ns = broken->since_ns + settings_.reconnect_ns;
-    if (now_ns() >= deadline_ns || find(comm->id()) == nullptr) break;
+    if (now_ns() >= deadline_ns || find(key_of(*comm)) == nullptr) break;
     try {
       Hello hello;
       hello.is_again = 1;
@@ -472,7 +479,7 @@ void Endpoint::connect_again(const std::shared_ptr<Comm>& comm, int rail) {
     }
   }
   const std::lock_guard lock(mutex_);
-  const auto found = comms_.find(comm->id());
+  const auto found = comms_.find(key_of(*comm));
   if (found != comms_.end()) found->second.is_connecting[static_cast<std::size_t>(rail)] = false;
 }
 

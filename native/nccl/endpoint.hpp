@@ -17,6 +17,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm.hpp"
@@ -104,6 +105,11 @@ class Endpoint {
   // The carrier of the messages: "TCP over eth0 10.0.0.5:0".
   std::string description() const;
   const Settings& settings() const { return settings_; }
+  // A communicator goes without the switch. NCCL takes no error of CollNet for its own: where the switch is required,
+  // the network refuses everything from now on.
+  void go_without_switch() { is_refusing_ = settings_.is_switch_required; }
+  // Throws std::runtime_error where it refuses.
+  void check_switch() const;
   // Throws std::system_error.
   std::shared_ptr<Listener> listen(int device, Handle& handle, Listener::Of of = Listener::Of::comms);
   void close(const Listener& listener);
@@ -133,6 +139,9 @@ class Endpoint {
     std::vector<bool> is_connecting;  // by rail
     std::int64_t close_by_ns = 0;     // 0: it is open
   };
+  // Both ends of a connection may be in this process: one with several GPUs, or NCCL that tries a device.
+  using Key = std::pair<Id, Comm::Role>;
+  static Key key_of(const Comm& comm) { return {comm.id(), comm.role()}; }
   struct Port {
     int device = 0;
     transport::Fd socket;
@@ -152,7 +161,7 @@ class Endpoint {
   std::shared_ptr<Comm> make(Comm::Role role, int device, const Hello& hello, const transport::Address& peer,
                              Connections connections, Watched watched);
   auth::Secret key_of(const auth::Secret& of_handle) const;
-  std::shared_ptr<Comm> find(const Id& id);
+  std::shared_ptr<Comm> find(const Key& key);
   void wake();
 
   const Settings settings_;
@@ -162,9 +171,10 @@ class Endpoint {
   std::mutex mutex_;
   std::condition_variable condition_;
   std::atomic<bool> is_due_ = false;
+  std::atomic<bool> is_refusing_ = false;
   std::vector<Port> ports_;
   std::map<Id, std::shared_ptr<Listener>> listeners_;
-  std::map<Id, Watched> comms_;
+  std::map<Key, Watched> comms_;
   int handshakes_ = 0;
   transport::Fd ports_changed_;
 };

@@ -48,6 +48,7 @@ Result devices(int* count) {
 
 Result listen(int device, void* raw, void** listener) {
   return guarded([&] {
+    Endpoint::instance().check_switch();
     Handle handle;
     auto held = std::make_unique<HeldListener>(Endpoint::instance().listen(device, handle));
     std::memset(raw, 0, kHandleBytes);
@@ -61,6 +62,7 @@ Result listen(int device, void* raw, void** listener) {
 Result connect(int device, void* raw, void** comm) {
   *comm = nullptr;
   return guarded([&] {
+    Endpoint::instance().check_switch();
     Handle handle;
     std::memcpy(&handle, raw, sizeof handle);
     std::unique_ptr<Pending> pending(static_cast<Pending*>(handle.pending));
@@ -111,6 +113,7 @@ Result deregister_memory(void*, void* registration) {
 Result send(void* comm, void* data, std::size_t bytes, int tag, void* profiled, void** request) {
   *request = nullptr;
   return guarded([&] {
+    Endpoint::instance().check_switch();
     Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag);
     if (made != nullptr) made->events[0] = start_net_event(profiled, bytes, true);
     *request = made;
@@ -122,6 +125,7 @@ Result receive(void* comm, int count, void** data, const std::size_t* bytes, con
                void** request) {
   *request = nullptr;
   return guarded([&] {
+    Endpoint::instance().check_switch();
     if (count < 1 || count > kMaxReceives) {
       throw std::invalid_argument(std::to_string(count) + " receives in one request; at most " +
                                   std::to_string(kMaxReceives) + " were offered");

@@ -107,6 +107,7 @@ Settings Settings::from_environment() {
   }
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
   settings.switches = variable("NETFOLD_SWITCH");
+  settings.is_switch_required = number("NETFOLD_NCCL_REQUIRE_SWITCH", 0, 0, 1) == 1;
   settings.token_file = variable("NETFOLD_TOKEN_FILE");
   settings.job_name = variable("NETFOLD_JOB_NAME");
   settings.algorithm = variable("NETFOLD_ALGORITHM");

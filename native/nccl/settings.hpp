@@ -24,6 +24,7 @@ struct Settings {
   transport::fabric::RegistrationCache::Limits registrations;  // NETFOLD_REGISTRATION_CACHE_ENTRIES, _BYTES
   // CollNet's, as they stand in the environment: a wrong one is no reason to go without the network.
   std::string switches;                // NETFOLD_SWITCH
+  bool is_switch_required = false;     // NETFOLD_NCCL_REQUIRE_SWITCH: 0 or 1
   std::string token_file;              // NETFOLD_TOKEN_FILE
   std::string job_name;                // NETFOLD_JOB_NAME
   std::string algorithm;               // NETFOLD_ALGORITHM

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from load import seconds
 from nccl.collnet_loader import CollNet, contribution, expected, joined
-from nccl.loader import REMOTE_ERROR, WARN, NcclError
+from nccl.loader import REMOTE_ERROR, WARN, NcclError, Plugin
 from nccl.test_collnet import BY_SWITCH, ENV, comm_of_all
 from ranks import Outcome, run_ranks, running_switch, values
 from switch.mortal_switch import MortalSwitch
@@ -250,6 +250,38 @@ def refusals(env: dict[str, str], env_of_rank: dict[int, dict[str, str]], quiet_
 def test_without_a_switch_at_the_address_nccl_goes_on_without_it() -> None:
     texts = refusals({"NETFOLD_SWITCH": "127.0.0.1:1"}, {})
     assert len(set(texts)) == 1 and ": rank " in texts[0] and "127.0.0.1:1" in texts[0], texts
+
+
+def required(rank: int, size: int, folder: str) -> list[str]:
+    """The warnings of a network whose listen, connect, send and receive fail once CollNet was refused."""
+    network, plugin = Plugin(), CollNet()  # both write to the log of the second
+    handle, listener = network.listen()
+    to = network.connect(handle)
+    of = network.accept(listener)
+    into = np.zeros(4, np.uint8)
+    network.wait(network.send(to, into), network.receive(of, [into]))
+    assert joined(plugin, rank, size, folder) is None
+    for call in (
+        network.listen,
+        lambda: network.connect(handle),
+        lambda: network.send(to, into),
+        lambda: network.receive(of, [into]),
+    ):
+        with pytest.raises(NcclError) as error:
+            call()
+        assert error.value.code == REMOTE_ERROR
+    network.close(to, of)
+    network.close_listen(listener)
+    return warnings_of(plugin)
+
+
+def test_a_switch_that_is_required_and_absent_stops_the_network() -> None:
+    """NCCL takes any error of CollNet as a reason to go on without it, and an error of its network as the end."""
+    env = {**ENV, "NETFOLD_SWITCH": "127.0.0.1:1", "NETFOLD_NCCL_REQUIRE_SWITCH": "1"}
+    for why, *errors in values(run_ranks(required, 2, env=env)):
+        assert why.startswith("CollNet is not used, and NETFOLD_NCCL_REQUIRE_SWITCH=1 requires it: rank "), why
+        assert len(errors) == 4
+        assert all("without the switch 127.0.0.1:1, which NETFOLD_NCCL_REQUIRE_SWITCH=1" in text for text in errors)
 
 
 def test_a_switch_that_is_full_refuses_all_ranks() -> None:

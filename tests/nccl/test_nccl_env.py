@@ -56,6 +56,10 @@ def test_collnet_is_on_where_there_is_a_switch(monkeypatch: pytest.MonkeyPatch, 
     assert ("export NCCL_COLLNET_ENABLE=1\n" in run.stdout) == bool(switch)
     assert ("CollNet will add through the switch at 10.0.0.9:7171, " in run.stderr) == bool(switch)
     assert "a" * 64 not in run.stderr
+    assert "REQUIRE_SWITCH" not in run.stdout
+    run = CliRunner().invoke(app, ["nccl-env", "--require"])
+    assert ("export NETFOLD_NCCL_REQUIRE_SWITCH=1\n" in run.stdout) == bool(switch)
+    assert ("where that refuses a rank, NCCL stops." in run.stderr) == bool(switch)
 
 
 def test_a_build_without_the_plugin_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,26 @@ def test_messages_arrive_over_several_streams_and_protected(security: str, strea
     values(run_ranks(messages_of_many_sizes, 2, 12, env=env))
 
 
+def both_ends_here(rank: int, size: int, folder: str) -> None:
+    plugin = Plugin()
+    handle, listener = plugin.listen()
+    to = plugin.connect(handle)
+    back = plugin.accept(listener)
+    for bytes_ in (1, 4096, 3_000_001):
+        ours, into = pattern(bytes_, bytes_), np.zeros(bytes_, np.uint8)
+        received, sent = plugin.receive(back, [into]), plugin.send(to, ours)
+        plugin.wait(received, sent)
+        assert np.array_equal(into, ours)
+    plugin.close(to, back)
+    plugin.close_listen(listener)
+
+
+@pytest.mark.parametrize("env", [{}, {"NETFOLD_RECONNECT_S": "0"}, {"NETFOLD_NCCL_STREAMS": "3"}])
+def test_a_process_connects_to_itself(env: dict[str, str]) -> None:
+    """As one that has several GPUs does, and NCCL where it tries a device."""
+    values(run_ranks(both_ends_here, 1, env={**ENV, **env}))
+
+
 def properties(rank: int, size: int, folder: str, version: int) -> None:
     plugin = Plugin(version)
     assert plugin.table.name == b"netfold"

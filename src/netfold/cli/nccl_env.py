@@ -30,7 +30,7 @@ def plugin() -> Path:
 def nccl_env(
     require: Annotated[
         bool,
-        typer.Option("--require", help="NCCL stops where the plugin cannot be used, instead of using its sockets."),
+        typer.Option("--require", help="NCCL stops where the plugin, or the switch of NETFOLD_SWITCH, cannot be used."),
     ] = False,
     profile: Annotated[
         Path | None,
@@ -61,6 +61,8 @@ def nccl_env(
     switch = os.environ.get("NETFOLD_SWITCH", "")
     if switch:
         typer.echo("export NCCL_COLLNET_ENABLE=1")
+        if require:
+            typer.echo("export NETFOLD_NCCL_REQUIRE_SWITCH=1")
     if profile is not None:
         typer.echo(f"export NCCL_PROFILER_PLUGIN={found.name}")
         typer.echo(f"export NETFOLD_PROFILE={shlex.quote(str(profile.absolute()))}")
@@ -75,9 +77,10 @@ def nccl_env(
     )
     if switch:
         endpoint = switch.partition("#")[0]
+        otherwise = "stops" if require else "goes on with its own algorithms"
         typer.echo(
             f"nccl-env: NCCL's CollNet will add through the switch at {endpoint}, between 2 hosts and more; where that "
-            "refuses a rank, NCCL goes on with its own algorithms. NETFOLD_SWITCH must be set on every rank",
+            f"refuses a rank, NCCL {otherwise}. NETFOLD_SWITCH must be set on every rank",
             err=True,
         )
     needs: list[tuple[tuple[int, ...], str]] = [(LEAST_NCCL, "the plugin")]
