@@ -6,7 +6,7 @@
 //
 //   nccl_choices run PLUGIN FOLDER RANK SIZE ROUNDS CASE [CASE ...]
 //     CASE: BYTES:CALLS:CHOICE,CHOICE...; CHOICE: ring|tree/LL|LL128|Simple/CHANNELS. The choices take turns. Prints
-//     CASE ROUND CHOICE, begin and end of a call in seconds of the machine's clock. Every element is checked.
+//     CASE ROUND CHOICE, begin and end of its calls in seconds of the machine's clock. Every element is checked.
 //   nccl_choices choose TUNER RANKS HOSTS    each line of stdin: bytes, 21 times; prints algorithm, protocol, channels
 #include <dlfcn.h>
 #include <sched.h>
