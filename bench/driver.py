@@ -35,7 +35,7 @@ from netfold.bench.ranks import Ranks
 from netfold.bench.spread import interleave, spread
 from netfold.bench.start_line import StartLine
 from netfold.bench.table import markdown
-from netfold.rack.processes import exit_on_signals
+from netfold.rack.processes import exit_on_signals, follow, supervise
 from netfold.runs.machine import spoken
 
 RESULTS = Path(__file__).parent / "results"
@@ -165,13 +165,36 @@ def cpu_seconds(pid: int | None) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-def run_cpp(sources: Iterable[Path], includes: Iterable[Path], *arguments: object) -> list[list[str]]:
-    """Compile a C++ program, run it, and return the words of each line that it prints."""
+@contextlib.contextmanager
+def compiled(sources: Iterable[Path], includes: Iterable[Path]) -> Iterator[str]:
+    """The path of a C++ program, while the block runs."""
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
         program = f"{folder}/program"
         flags = ["-std=c++20", "-O2", *(f"-I{each}" for each in includes)]
-        command = ["c++", *flags, *map(str, sources), "-ldl", "-o", program]
-        subprocess.run(command, check=True)
+        subprocess.run(["c++", *flags, *map(str, sources), "-ldl", "-o", program], check=True)
+        yield program
+
+
+def outputs(
+    network: Network, argvs: Sequence[Sequence[str]], environment: Mapping[str, str], deadline_s: float = DEADLINE_S
+) -> list[list[str]]:
+    """The lines of a command on each host. AssertionError with the last ones of the first that fails."""
+    lines: list[list[str]] = [[] for _ in argvs]
+    spawned = [
+        network.spawn(rank, argv, {**os.environ, **environment, "RANK": str(rank)}) for rank, argv in enumerate(argvs)
+    ]
+    readers = [follow(process, lines[rank].append) for rank, process in enumerate(spawned)]
+    outcome = supervise(spawned, deadline_s)
+    for reader in readers:
+        reader.join(1)
+    failed = outcome.first_failed
+    assert outcome.exit_code == 0, f"rank {failed} ended with {outcome.exit_code}: {lines[failed or 0][-5:]}"
+    return lines
+
+
+def run_cpp(sources: Iterable[Path], includes: Iterable[Path], *arguments: object) -> list[list[str]]:
+    """Compile a C++ program, run it, and return the words of each line that it prints."""
+    with compiled(sources, includes) as program:
         done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True)
     return [line.split() for line in done.stdout.splitlines()]
 

@@ -8,18 +8,15 @@
 //     CASE: BYTES:CALLS:CHOICE,CHOICE...; CHOICE: ring|tree/LL|LL128|Simple/CHANNELS. The choices take turns. Prints
 //     CASE ROUND CHOICE, begin and end of its calls in seconds of the machine's clock. Every element is checked.
 //   nccl_choices choose TUNER RANKS HOSTS    each line of stdin: bytes, 21 times; prints algorithm, protocol, channels
-#include <dlfcn.h>
 #include <sched.h>
 #include <netfold/nccl/tuner_interface.hpp>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <fstream>
 #include <iostream>
 #include <iterator>
 #include <map>
@@ -29,38 +26,11 @@
 #include <thread>
 #include <vector>
 
-namespace nccl = netfold::nccl;
+#include "nccl_harness.hpp"
 
 namespace {
 
 constexpr std::size_t kSteps = 8, kMostChannels = 4;
-constexpr double kDeadlineS = 60;
-
-[[noreturn]] void stop(const std::string& why) {
-  std::fprintf(stderr, "nccl_choices: %s\n", why.c_str());
-  std::exit(1);
-}
-void check(nccl::Result result, const char* what) {
-  if (result != nccl::Result::success) stop(std::string(what) + " failed");
-}
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-void log(int level, unsigned long, const char*, int, const char* format, ...) {
-  if (level > nccl::kWarn) return;
-  va_list values;
-  va_start(values, format);
-  std::vfprintf(stderr, format, values);
-  std::fputc('\n', stderr);
-  va_end(values);
-}
-
-template <class Table>
-const Table& table_of(const char* file, const char* name) {
-  void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
-  const void* found = library == nullptr ? nullptr : dlsym(library, name);
-  if (found == nullptr) stop(dlerror());
-  return *static_cast<const Table*>(found);
-}
 
 using Net = nccl::NetV11<nccl::PropertiesV12, 8>;
 
@@ -229,8 +199,8 @@ Node tree_of(std::size_t channel, int size, int rank) {
 
 class Fabric {
  public:
-  Fabric(const char* plugin, std::string folder, int rank, int size)
-      : net(table_of<Net>(plugin, "ncclNetPlugin_v12")), folder_(std::move(folder)), rank_(rank) {
+  Fabric(const char* plugin, const char* folder, int rank, int size)
+      : net(table_of<Net>(plugin, "ncclNetPlugin_v12")), folder_(folder), rank_(rank) {
     void* context = nullptr;
     check(net.init(&context, 1, nullptr, log, nullptr), "init");
     std::vector<std::pair<std::string, void*>> listeners;
@@ -242,7 +212,7 @@ class Fabric {
       std::vector<char> handle(nccl::kHandleBytes);
       void* listener = nullptr;
       check(net.listen(context, 0, handle.data(), &listener), "listen");
-      write(link, handle);
+      folder_.write(link, handle);
       listeners.emplace_back(link, listener);
     };
     for (std::size_t channel = 0; channel < kMostChannels; ++channel) {
@@ -254,7 +224,7 @@ class Fabric {
       for (int child : node.down) both("up" + number, child, rank), both("down" + number, rank, child);
     }
     std::map<std::string, std::vector<char>> handles;
-    for (const auto& link : wanted) handles[link] = read(link);
+    for (const auto& link : wanted) handles[link] = folder_.read(link);
     const double until_s = now_s() + kDeadlineS;
     for (std::size_t open = 0; open < wanted.size() + listeners.size();) {
       if (now_s() > until_s) stop("no connections after 60 s");
@@ -279,20 +249,7 @@ class Fabric {
   const Net& net;
 
  private:
-  void write(const std::string& name, const std::vector<char>& what) const {
-    const std::string file = folder_ + "/" + name;
-    std::ofstream(file + ".new", std::ios::binary).write(what.data(), static_cast<std::streamsize>(what.size()));
-    if (std::rename((file + ".new").c_str(), file.c_str()) != 0) stop("cannot write " + file);
-  }
-  std::vector<char> read(const std::string& name) const {
-    for (const double until_s = now_s() + kDeadlineS; now_s() < until_s;) {
-      std::ifstream in(folder_ + "/" + name, std::ios::binary);
-      if (in) return {std::istreambuf_iterator<char>(in), {}};
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    stop("there was no handle of " + name + " after 60 s");
-  }
-  std::string folder_;
+  const Folder folder_;
   int rank_;
   std::map<std::string, Link> links_;
 };

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
@@ -26,7 +24,6 @@ from netfold.bench.network import Network, open_network
 from netfold.bench.spread import paired_ratios
 from netfold.cli.nccl_env import TUNER, plugin
 from netfold.plan.cluster.measured import measured_link
-from netfold.rack.processes import follow, supervise
 from netfold.tuning.nccl import PROTOCOLS, table_text
 
 HERE = Path(__file__).parent
@@ -72,37 +69,12 @@ def channels(algorithm: str, protocol: str, size: int, hosts: int) -> int:
     return 2 if size >= 2 * threads * each else 1
 
 
-@contextmanager
-def compiled() -> Iterator[str]:
-    """The path of the program, while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
-        program = f"{folder}/nccl_choices"
-        include = HERE.parent / "native" / "nccl" / "include"
-        source = str(HERE / "nccl_choices.cpp")
-        subprocess.run(["c++", "-std=c++20", "-O2", f"-I{include}", source, "-ldl", "-o", program], check=True)
-        yield program
-
-
-def outputs(network: Network, argvs: list[list[str]], environment: dict[str, str]) -> list[list[str]]:
-    """Run a command on each host; the lines of each."""
-    lines: list[list[str]] = [[] for _ in argvs]
-    spawned = [
-        network.spawn(rank, argv, {**os.environ, **environment, "RANK": str(rank)}) for rank, argv in enumerate(argvs)
-    ]
-    readers = [follow(process, lines[rank].append) for rank, process in enumerate(spawned)]
-    outcome = supervise(spawned, driver.DEADLINE_S)
-    for reader in readers:
-        reader.join(1)
-    assert outcome.exit_code == 0, f"rank {outcome.first_failed}: {lines[outcome.first_failed or 0][-5:]}"
-    return lines
-
-
 def table_here(network: Network, hosts: int) -> tuple[str, str]:
     """The tuner's table of the link that the doctor measures in the rack, and the link in words."""
     assert network.rack is not None
     where = {"WORLD_SIZE": str(hosts), "MASTER_ADDR": str(network.rack.address(0)), "MASTER_PORT": "29500"}
     doctor = [sys.executable, "-m", "netfold.cli", "doctor", "check", "--output", "json"]
-    text = "\n".join(outputs(network, [doctor] * hosts, where)[0])
+    text = "\n".join(driver.outputs(network, [doctor] * hosts, where)[0])
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(text[text.index("{") :])
         file.flush()
@@ -137,7 +109,9 @@ def nccl_tuner(
     rows: list[list[str]] = []
     wider: list[list[str]] = []
     same = 0
-    with compiled() as program, tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+    include = HERE.parent / "native" / "nccl" / "include"
+    making = driver.compiled([HERE / "nccl_choices.cpp"], [include])
+    with making as program, tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
         for count in map(int, hosts.split(",")):
             for mbit in map(int, rates.split(",")):
                 with open_network(Place(count, rate=f"{mbit}mbit")) as network:
@@ -187,7 +161,7 @@ class Measure:
                 [self.program, "run", str(plugin()), meeting, str(rank), str(self.hosts), str(self.rounds), *cases]
                 for rank in range(self.hosts)
             ]
-            for ranks in zip(*outputs(self.network, argvs, {}), strict=True):
+            for ranks in zip(*driver.outputs(self.network, argvs, {}), strict=True):
                 words = [line.split() for line in ranks]
                 size, name = list(wanted)[int(words[0][0])], words[0][2]
                 seconds = max(float(each[4]) for each in words) - max(float(each[3]) for each in words)
@@ -207,8 +181,7 @@ def _choices(measure: Measure, mbit: int, sizes: list[int]) -> tuple[list[list[s
     table = measure.folder / "table"
     table.write_text(text)
     pairs: dict[tuple[int, int], tuple[str, str]] = {}
-    cards = sorted({mbit, 10_000})
-    for card in cards:
+    for card in sorted({mbit, 10_000}):
         estimates = {
             size: {(how, by): nccl_us(how, by, size, hosts, card) for how in ("tree", "ring") for by in PROTOCOLS}
             for size in sizes

@@ -10,17 +10,14 @@
 //     that NETFOLD_SWITCH names, beside a ring over the plugin). Prints a line a round and side:
 //     MODE BYTES SIDE, seconds of a call, bytes that this host's eth0 sent for it
 #include <arpa/inet.h>
-#include <dlfcn.h>
 #include <netinet/tcp.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include <netfold/nccl/interface.hpp>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -32,41 +29,9 @@
 #include <thread>
 #include <vector>
 
-namespace nccl = netfold::nccl;
+#include "nccl_harness.hpp"
 
 namespace {
-
-[[noreturn]] void stop(const std::string& why) {
-  std::fprintf(stderr, "nccl_net: %s\n", why.c_str());
-  std::exit(1);
-}
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-// Files by which ranks tell each other something before there is a connection.
-class Folder {
- public:
-  Folder(std::string path, int rank) : path_(std::move(path)), rank_(rank) {}
-  void write(const std::string& name, const std::vector<char>& what) const {
-    const std::string file = path_ + "/" + name + std::to_string(rank_);
-    std::ofstream(file + ".new", std::ios::binary).write(what.data(), static_cast<std::streamsize>(what.size()));
-    if (std::rename((file + ".new").c_str(), file.c_str()) != 0) stop("cannot write " + file);
-  }
-  std::vector<char> read(const std::string& name, int rank) const {
-    const std::string file = path_ + "/" + name + std::to_string(rank);
-    const double until_s = now_s() + 60;
-    while (now_s() < until_s) {
-      std::ifstream in(file, std::ios::binary);
-      if (in) return {std::istreambuf_iterator<char>(in), {}};
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    stop("there was no " + file + " after 60 s");
-  }
-
- private:
-  std::string path_;
-  int rank_;
-};
 
 // A network with a way to the next rank and one from the previous. Pieces of memory go and come in order.
 class Net {
@@ -85,30 +50,18 @@ class Net {
   }
 };
 
-void log(int level, unsigned long, const char*, int, const char* format, ...) {
-  if (level > nccl::kWarn) return;
-  va_list values;
-  va_start(values, format);
-  std::vfprintf(stderr, format, values);
-  std::fputc('\n', stderr);
-  va_end(values);
-}
-
 class PluginNet final : public Net {
  public:
   using Table = nccl::NetV11<nccl::PropertiesV12, 8>;
 
-  PluginNet(const char* plugin, const Folder& folder, int rank, int size) {
-    void* library = dlopen(plugin, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) stop(dlerror());
-    table_ = static_cast<const Table*>(dlsym(library, "ncclNetPlugin_v12"));
-    if (table_ == nullptr) stop(dlerror());
+  PluginNet(const char* plugin, const Folder& folder, int rank, int size)
+      : table_(&table_of<Table>(plugin, "ncclNetPlugin_v12")) {
     check(table_->init(&context_, 1, nullptr, log, nullptr), "init");
     std::vector<char> handle(nccl::kHandleBytes);
     void* listener = nullptr;
     check(table_->listen(context_, 0, handle.data(), &listener), "listen");
-    folder.write("handle", handle);
-    auto next = folder.read("handle", (rank + 1) % size);
+    folder.write("handle" + std::to_string(rank), handle);
+    auto next = folder.read("handle" + std::to_string((rank + 1) % size));
     while (send_ == nullptr || receive_ == nullptr) {
       if (send_ == nullptr) check(table_->connect(context_, 0, next.data(), &send_, nullptr), "connect");
       if (receive_ == nullptr) check(table_->accept(listener, &receive_, nullptr), "accept");
@@ -135,9 +88,6 @@ class PluginNet final : public Net {
   }
 
  private:
-  void check(nccl::Result result, const char* what) {
-    if (result != nccl::Result::success) stop(std::string(what) + " failed");
-  }
   std::size_t finished(std::deque<void*>& requests) {
     std::size_t count = 0;
     for (int done = 1; !requests.empty(); ++count, requests.pop_front()) {
@@ -147,7 +97,7 @@ class PluginNet final : public Net {
     return count;
   }
 
-  const Table* table_ = nullptr;
+  const Table* table_;
   void* context_ = nullptr;
   void* send_ = nullptr;
   void* receive_ = nullptr;
@@ -166,8 +116,8 @@ class SocketNet final : public Net {
       stop("listen");
     getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
     const char* raw = reinterpret_cast<const char*>(&address);
-    folder.write("socket", {raw, raw + sizeof address});
-    const auto next = folder.read("socket", (rank + 1) % size);
+    folder.write("socket" + std::to_string(rank), {raw, raw + sizeof address});
+    const auto next = folder.read("socket" + std::to_string((rank + 1) % size));
     send_ = socket(AF_INET, SOCK_STREAM, 0);
     if (::connect(send_, reinterpret_cast<const sockaddr*>(next.data()), sizeof address) != 0) stop("connect");
     receive_ = ::accept(listener, nullptr, nullptr);
@@ -217,17 +167,15 @@ class CollNet {
  public:
   using Table = nccl::CollNetV11<nccl::PropertiesV12, 8>;
 
-  CollNet(const char* plugin, const Folder& folder, int rank, int size) {
-    void* library = dlopen(plugin, RTLD_NOW | RTLD_LOCAL);
-    table_ = library == nullptr ? nullptr : static_cast<const Table*>(dlsym(library, "ncclCollNetPlugin_v12"));
-    if (table_ == nullptr) stop(dlerror());
+  CollNet(const char* plugin, const Folder& folder, int rank, int size)
+      : table_(&table_of<Table>(plugin, "ncclCollNetPlugin_v12")) {
     check(table_->init(&context_, 1, log), "init");
     std::vector<char> handle(nccl::kHandleBytes);
     void* listener = nullptr;
     check(table_->listen(context_, 0, handle.data(), &listener), "listen");
-    folder.write("collnet", handle);
+    folder.write("collnet" + std::to_string(rank), handle);
     std::vector<std::vector<char>> all;
-    for (int each = 0; each < size; ++each) all.push_back(folder.read("collnet", each));
+    for (int each = 0; each < size; ++each) all.push_back(folder.read("collnet" + std::to_string(each)));
     std::vector<void*> handles;
     for (auto& each : all) handles.push_back(each.data());
     check(table_->collectives.connect(handles.data(), size, rank, listener, &comm_), "connect");
@@ -262,11 +210,7 @@ class CollNet {
   }
 
  private:
-  void check(nccl::Result result, const char* what) {
-    if (result != nccl::Result::success) stop(std::string("CollNet: ") + what + " failed");
-  }
-
-  const Table* table_ = nullptr;
+  const Table* table_;
   void* context_ = nullptr;
   void* comm_ = nullptr;
   std::vector<float> sums_;
@@ -346,7 +290,7 @@ void meet(Net& sockets, int rank) {
 }  // namespace
 
 int main(int count, char** words) {
-  const Folder folder(words[2], std::atoi(words[3]));
+  const Folder folder(words[2]);
   const int rank = std::atoi(words[3]), size = std::atoi(words[4]), rounds = std::atoi(words[6]);
   PluginNet plugin(words[1], folder, rank, size);
   SocketNet sockets(folder, rank, size, words[5]);

@@ -10,10 +10,9 @@ The programs are compiled from nccl_net.cpp, which says what both sides do.
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import driver
@@ -23,7 +22,6 @@ from driver import Place, cell
 from netfold.bench.network import open_network
 from netfold.bench.spread import paired_ratios
 from netfold.cli.nccl_env import plugin
-from netfold.rack.processes import follow, supervise
 
 HERE = Path(__file__).parent
 # Mode, bytes, calls a round.
@@ -49,15 +47,8 @@ COLLNET: tuple[tuple[int, str, bool, float | None, float | None], ...] = (
 )
 
 
-@contextmanager
-def compiled() -> Iterator[str]:
-    """The path of the program, while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
-        program = f"{folder}/nccl_net"
-        include = HERE.parent / "native" / "nccl" / "include"
-        command = ["c++", "-std=c++20", "-O2", f"-I{include}", str(HERE / "nccl_net.cpp"), "-ldl", "-o", program]
-        subprocess.run(command, check=True)
-        yield program
+def compiled() -> AbstractContextManager[str]:
+    return driver.compiled([HERE / "nccl_net.cpp"], [HERE.parent / "native" / "nccl" / "include"])
 
 
 def nccl(rounds: int = 10, launches: int = 3) -> str:
@@ -121,19 +112,14 @@ def lines_of(
 ) -> list[list[str]]:
     """The words of each line that rank 0 prints."""
     words = [str(word) for measure in measures for word in measure]
-    lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder, open_network(place) as network:
-        processes = []
-        for rank in range(place.ranks):
-            address = "127.0.0.1" if network.rack is None else network.rack.address(rank)
-            argv = [program, str(plugin()), folder, str(rank), str(place.ranks), address, str(rounds), *words]
-            here = {"NETFOLD_INTERFACE": "lo"} if network.rack is None else {}
-            processes.append(network.spawn(rank, argv, {**os.environ, **here, **environment}))
-        readers = [follow(process, lines.append if rank == 0 else print) for rank, process in enumerate(processes)]
-        outcome = supervise(processes, 120 + 10 * rounds)
-        for reader in readers:
-            reader.join(1)
-    assert outcome.exit_code == 0, f"rank {outcome.first_failed} ended with {outcome.exit_code}: {lines[-5:]}"
+        addresses = ["127.0.0.1" if network.rack is None else network.rack.address(rank) for rank in range(place.ranks)]
+        argvs = [
+            [program, str(plugin()), folder, str(rank), str(place.ranks), str(address), str(rounds), *words]
+            for rank, address in enumerate(addresses)
+        ]
+        here = {"NETFOLD_INTERFACE": "lo"} if network.rack is None else {}
+        lines = driver.outputs(network, argvs, {**here, **environment}, 120 + 10 * rounds)[0]
     return [line.split() for line in lines]
 
 

@@ -105,8 +105,8 @@ class Endpoint {
   // The carrier of the messages: "TCP over eth0 10.0.0.5:0".
   std::string description() const;
   const Settings& settings() const { return settings_; }
-  // A communicator goes without the switch. NCCL takes no error of CollNet for its own: where the switch is required,
-  // the network refuses everything from now on.
+  // A communicator goes without the switch. NCCL goes on by its network, whatever CollNet's set-up returns (transport.cc,
+  // ncclTransportCollNetCheck): where the switch is required, the network refuses everything from now on.
   void go_without_switch() { is_refusing_ = settings_.is_switch_required; }
   // Throws std::runtime_error where it refuses.
   void check_switch() const;

@@ -310,10 +310,11 @@ def maybe_filter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def send_garbage(address: str) -> int:
     """Send messages that no rank of the group sent, some with a descriptor; returns how many were taken."""
-    memory = os.memfd_create("intruder")
     packets = [b"", b"x", bytes(16), bytes(40), os.urandom(40), os.urandom(4000)]
     sent = 0
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as intruder:
+    # A closed socket refuses: the descriptor is closed then, too.
+    with open(os.memfd_create("intruder"), "wb") as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as intruder:
+        memory = file.fileno()
         intruder.setblocking(False)
         for fds in ([], [memory], [memory] * 3):
             descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -321,7 +322,6 @@ def send_garbage(address: str) -> int:
                 with contextlib.suppress(BlockingIOError):  # the queue is full
                     intruder.sendmsg([packet], descriptors, 0, address)
                     sent += 1
-    os.close(memory)
     return sent
 
 

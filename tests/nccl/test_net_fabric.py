@@ -11,6 +11,7 @@ import pytest
 from nccl.loader import HOST, INFO, INVALID_USAGE, REMOTE_ERROR, SUCCESS, VERSIONS, WARN, NcclError, Plugin
 from nccl.test_net import (
     ENV,
+    both_ends_here,
     exchange,
     groups,
     many_outstanding,
@@ -40,6 +41,10 @@ def test_messages_arrive_by_every_version(version: int) -> None:
 @pytest.mark.parametrize("work", [groups, many_outstanding, one_tag_ahead])
 def test_messages_arrive_by_a_provider_that_uses_every_liberty(work: object, rma_min_bytes: str) -> None:
     values(run_ranks(work, 2, env={**STRICT, "NETFOLD_RMA_MIN_BYTES": rma_min_bytes}, timeout_s=60))
+
+
+def test_a_process_connects_to_itself() -> None:
+    values(run_ranks(both_ends_here, 1, env=TCP))
 
 
 def test_a_ring_sums_over_it() -> None:

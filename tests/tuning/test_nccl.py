@@ -74,5 +74,7 @@ def test_what_is_not_modelled_is_refused() -> None:
         seconds("all_reduce", "ring", "LL", MB, 2, 4, LINK)
     with pytest.raises(KeyError):
         seconds("all_to_all", "ring", "LL", MB, 4, 2, LINK)
+    with pytest.raises(KeyError):
+        seconds("broadcast", "tree", "LL", MB, 4, 2, LINK)
     with pytest.raises(ValueError, match="twice: 4x2, 4x2"):
         table_text([(4, 2), (4, 2)], LINK)

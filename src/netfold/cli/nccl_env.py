@@ -77,10 +77,10 @@ def nccl_env(
     )
     if switch:
         endpoint = switch.partition("#")[0]
-        otherwise = "stops" if require else "goes on with its own algorithms"
+        when_refused = "stops" if require else "goes on with its own algorithms"
         typer.echo(
             f"nccl-env: NCCL's CollNet will add through the switch at {endpoint}, between 2 hosts and more; where that "
-            f"refuses a rank, NCCL {otherwise}. NETFOLD_SWITCH must be set on every rank",
+            f"refuses a rank, NCCL {when_refused}. NETFOLD_SWITCH must be set on every rank",
             err=True,
         )
     needs: list[tuple[tuple[int, ...], str]] = [(LEAST_NCCL, "the plugin")]

@@ -67,7 +67,9 @@ def seconds(collective: str, algorithm: str, protocol: str, size: float, ranks: 
     # NCCL reduces on the GPU, while it receives.
     network = Link(link.latency_s + step_us * 1e-6, link.bytes_per_s * about.data)
     per_host = ranks / hosts
-    if is_tree and collective == "all_reduce":
+    if is_tree:
+        if collective != "all_reduce":
+            raise KeyError((collective, algorithm))
         # Along a chain on each host, and up and down two trees between hosts, each with half of the tensor. A host has
         # two children in one of them, and none in the other: it sends the tensor twice (of 2 hosts: once).
         on_host = 2 * (per_host - 1) * about.on_host_us
@@ -78,11 +80,8 @@ def seconds(collective: str, algorithm: str, protocol: str, size: float, ranks: 
     links = replace(DEFAULT_LINKS, network=network, reduce_bytes_per_s=inf, measured=True)
     ring = Case(size, Topology.even(ranks, hosts), links)
     steps = (2 if collective == "all_reduce" else 1) * (ranks - hosts)
-    return (
-        about.start_us * 1e-6
-        + FORMULAS[collective, algorithm].seconds(ring)
-        - steps * (network.latency_s - about.on_host_us * 1e-6)
-    )
+    over_all = FORMULAS[collective, algorithm].seconds(ring)
+    return about.start_us * 1e-6 + over_all - steps * (network.latency_s - about.on_host_us * 1e-6)
 
 
 def rows(
