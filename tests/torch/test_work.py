@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
+import sys
 import threading
 from typing import Any
 
 import pytest
+from load import seconds
 
 torch = pytest.importorskip("torch")
 
@@ -54,6 +57,24 @@ class Group:
 
 def make(*operations: Operation, finish: Any = None) -> NetfoldWork:
     return NetfoldWork(Group(), list(operations), ["result"], finish=finish)  # type: ignore[arg-type]
+
+
+def test_a_thread_without_a_frame_of_python_asks_for_a_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's reducer does so in a backward on a GPU, on autograd's thread of that device. A former fault: the
+    look at the caller's frame raised "call stack is not deep enough", and no model on a GPU trained by DDP."""
+    ended, errors = threading.Event(), list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: (errors.append(raised.exc_value), ended.set()))
+    work = make(Operation())
+    made = work.make_future
+
+    def make_future() -> Any:
+        future = made()
+        ended.set()
+        return future
+
+    monkeypatch.setattr(work, "make_future", make_future, raising=False)
+    _thread.start_new_thread(work.get_future, ())
+    assert ended.wait(seconds(20)) and not errors
 
 
 def test_a_future_requested_while_the_last_operation_settles_is_resolved_once() -> None:

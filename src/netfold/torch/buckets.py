@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import graph
 
 from netfold._native import engine
+from netfold.torch.autograd_frame import is_autograds
 
 log = logging.getLogger("netfold")
 
@@ -35,8 +34,6 @@ _MIN_REGISTERED_BYTES = 64 << 10
 # Earlier steps with the bucket at the same address.
 _SIGHTINGS = 2
 _MAX_CANDIDATES = 1024
-
-_backward = graph._engine_run_backward.__code__
 
 
 def shm_shortage(wanted_bytes: int) -> str | None:
@@ -63,8 +60,7 @@ class BucketDetector:
 
         The frame third from here must be torch's: torch calls a method, the method calls the caller of this.
         """
-        caller = sys._getframe(3)
-        if caller.f_code is not _backward or not tensor.is_contiguous():
+        if not is_autograds(3) or not tensor.is_contiguous():
             return None
         storage = tensor.untyped_storage()
         place = (storage.data_ptr(), storage.nbytes())

@@ -13,7 +13,6 @@ netfold Work stores itself in a thread-local variable instead of making a Future
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,15 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
-from torch.autograd import graph
 
+from netfold.torch.autograd_frame import is_autograds
 from netfold.torch.typed_future import future_of_tensors
 
 _METHODS = (
     "is_completed", "is_success", "exception", "result", "synchronize", "block_current_stream", "source_rank",
     "_source_rank",
 )  # fmt: skip
-_backward = graph._engine_run_backward.__code__
 
 
 class _LookUp(threading.local):
@@ -60,7 +58,7 @@ class NetfoldWorkBase(dist.Work):
         if _look_up.wanted:
             _look_up.found = self
             return resolved_future(None)
-        if sys._getframe(1).f_code is _backward and self._is_half():
+        if is_autograds(1) and self._is_half():
             return future_of_tensors(self.make_future(), self.result())
         return self.make_future()
 

@@ -376,6 +376,40 @@ def test_ddp_trains_as_over_gloo() -> None:
     values(run_ranks(train, SIZE, timeout_s=180))
 
 
+def train_in_half(rank: int, size: int, folder: str) -> None:
+    """DDP's hooks that send f16, on the default stream and on another one, behind long kernels."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    device = world(rank, size, folder)
+    for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):
+        for hook in ("cpp", "python"):
+            with torch.cuda.stream(stream):
+                torch.manual_seed(7)
+                model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))).to(device)
+                ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+                if hook == "cpp":
+                    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+                else:
+                    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+                batches = [torch.randn(32, 512, generator=torch.Generator().manual_seed(each)) for each in range(size)]
+                for _ in range(3):
+                    ddp.zero_grad()
+                    torch.cuda._sleep(LONG)
+                    ddp(batches[rank].to(device)).square().sum().backward()
+                    found = [parameter.grad.clone() for parameter in model.parameters()]
+                alone = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))).to(device)
+                alone.load_state_dict(model.state_dict())
+                (alone(torch.cat(batches).to(device)).square().sum() / size).backward()
+            stream.synchronize()
+            for got, parameter in zip(found, alone.parameters(), strict=True):
+                assert torch.allclose(got, parameter.grad, rtol=0.01, atol=1e-4), (hook, stream)
+    dist.destroy_process_group()
+
+
+def test_ddp_hooks_in_half_precision() -> None:
+    values(run_ranks(train_in_half, SIZE, timeout_s=180))
+
+
 def reconfigured(rank: int, size: int, folder: str, intra_host: str) -> None:
     """The ranks change places, rank 1 leaves, and all meet again: each group sums tensors of both kinds."""
     import netfold
