@@ -179,7 +179,7 @@ constexpr Collectives<Count, Size> kCollectives{connect,
                                                 close_listen};
 constexpr auto kCollectivesV9 = kCollectives<std::size_t, std::size_t>;
 
-template <class Table, int kDevices>
+template <class Table>
 constexpr Table table_v11(decltype(Table::properties) properties) {
   return {"netfold",
           [](void** context, std::uint64_t, Logger logger) {
@@ -190,12 +190,11 @@ constexpr Table table_v11(decltype(Table::properties) properties) {
           properties,
           [](void*, int device, void* handle, void** listener) { return listen(device, handle, listener); },
           kCollectivesV9,
-          make_virtual_device<kDevices>,
+          nullptr,
           [](void*) { return Result::success; }};
 }
 
-constexpr CollNetV9 kTableV9{
-    "netfold", init, devices, properties_v9<PropertiesV9>, listen, kCollectivesV9, make_virtual_device<4>};
+constexpr CollNetV9 kTableV9{"netfold", init, devices, properties_v9<PropertiesV9>, listen, kCollectivesV9, nullptr};
 
 }  // namespace
 }  // namespace netfold::nccl
@@ -207,6 +206,6 @@ NETFOLD_EXPORTED CollNetV8 ncclCollNetPlugin_v8{"netfold",     init,   devices,
 NETFOLD_EXPORTED CollNetV9 ncclCollNetPlugin_v9 = kTableV9;
 NETFOLD_EXPORTED CollNetV9 ncclCollNetPlugin_v10 = kTableV9;
 NETFOLD_EXPORTED CollNetV11<PropertiesV11, 4> ncclCollNetPlugin_v11 =
-    table_v11<CollNetV11<PropertiesV11, 4>, 4>(properties_v11);
+    table_v11<CollNetV11<PropertiesV11, 4>>(properties_v11);
 NETFOLD_EXPORTED CollNetV11<PropertiesV12, 8> ncclCollNetPlugin_v12 =
-    table_v11<CollNetV11<PropertiesV12, 8>, 8>(properties_v12);
+    table_v11<CollNetV11<PropertiesV12, 8>>(properties_v12);

@@ -31,11 +31,6 @@ Result guarded(Work work) {
   }
 }
 
-inline Result not_offered() {
-  warn("NCCL called a function that was not offered");
-  return Result::invalid_usage;
-}
-
 // --- devices ---------------------------------------------------------------------------------------------------------
 
 // The fields that all versions have.
@@ -85,11 +80,6 @@ inline Result properties_v12(int number, PropertiesV12* properties) {
   properties->max_multi_request = 1;
   properties->rail = properties->plane = kUndefined;
   return result;
-}
-
-template <int kDevices>
-Result make_virtual_device(int*, VirtualDevice<kDevices>*) {
-  return not_offered();
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------

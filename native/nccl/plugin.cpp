@@ -177,13 +177,8 @@ Result close_listen(void* listener) {
 }
 
 constexpr Registrations kRegistrations{register_memory, register_dmabuf, deregister_memory};
-constexpr Completion kCompletion{flush,
-                                 test,
-                                 close_comm,
-                                 close_comm,
-                                 close_listen,
-                                 [](void*, void*, void**) { return not_offered(); },
-                                 [](void*, int, void*) { return not_offered(); }};
+// NCCL calls every function whose pointer is not null, after each receive for one.
+constexpr Completion kCompletion{flush, test, close_comm, close_comm, close_listen, nullptr, nullptr};
 constexpr TransfersV10 kTransfers{
     [](void* comm, void* data, std::size_t bytes, int tag, void*, void* profiled, void** request) {
       return send(comm, data, bytes, tag, profiled, request);
@@ -202,7 +197,7 @@ Result receive_v8(void* comm, int count, void** data, int* bytes, int* tags, voi
 }
 
 template <class Table>
-constexpr Table table_v11(decltype(Table::properties) properties, decltype(Table::make_virtual_device) make) {
+constexpr Table table_v11(decltype(Table::properties) properties) {
   return {"netfold",
           [](void** context, std::uint64_t, Ignored, Logger logger, ProfilerCallback profiler) {
             *context = nullptr;
@@ -216,7 +211,7 @@ constexpr Table table_v11(decltype(Table::properties) properties, decltype(Table
           kRegistrations,
           kTransfers,
           kCompletion,
-          make,
+          nullptr,
           [](void*) { return Result::success; },
           [](void*, Ignored) { return Result::success; }};
 }
@@ -259,18 +254,13 @@ NETFOLD_EXPORTED NetV9 ncclNetPlugin_v9{
        return receive(comm, count, data, bytes, tags, nullptr, request);
      }},
     kCompletion,
-    make_virtual_device<4>};
+    nullptr};
 NETFOLD_EXPORTED NetV10 ncclNetPlugin_v10{
-    "netfold",
-    init,
-    devices,
-    properties_v9<PropertiesV9>,
-    listen,
-    [](int device, Ignored, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); },
-    accept_v8,
-    kRegistrations,
-    kTransfers,
-    kCompletion,
-    make_virtual_device<4>};
-NETFOLD_EXPORTED Net11 ncclNetPlugin_v11 = table_v11<Net11>(properties_v11, make_virtual_device<4>);
-NETFOLD_EXPORTED Net12 ncclNetPlugin_v12 = table_v11<Net12>(properties_v12, make_virtual_device<8>);
+    "netfold",  init,
+    devices,    properties_v9<PropertiesV9>,
+    listen,     [](int device, Ignored, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); },
+    accept_v8,  kRegistrations,
+    kTransfers, kCompletion,
+    nullptr};
+NETFOLD_EXPORTED Net11 ncclNetPlugin_v11 = table_v11<Net11>(properties_v11);
+NETFOLD_EXPORTED Net12 ncclNetPlugin_v12 = table_v11<Net12>(properties_v12);
