@@ -59,8 +59,12 @@ class NetfoldWorkBase(dist.Work):
             _look_up.found = self
             return resolved_future(None)
         if is_autograds(1) and self._is_half():
-            return future_of_tensors(self.make_future(), self.result())
+            return self.make_future_of_tensors()
         return self.make_future()
+
+    def make_future_of_tensors(self) -> torch.futures.Future[Any]:
+        """The Future of this Work's list of tensors, for a hook in C++."""
+        return future_of_tensors(self.make_future(), self.result())
 
     def make_future(self) -> torch.futures.Future[Any]:
         """The Future of this Work's result."""

@@ -37,6 +37,22 @@ def test_wait_has_the_stream_wait_and_not_the_host() -> None:
     assert values(on_devices(wait_does_not_wait_for_the_device, 2, "late", **OFF)) == [True, True]
 
 
+def hook_in_half(group: Any, device_api: Any) -> None:
+    tensor = device_api.tensor(torch.arange(10).half() + 100 * group.rank())
+    work = group.allreduce([tensor], reduce_options())
+    called_by: list[int] = []
+    future = work.make_future_of_tensors()
+    future.then(lambda _: called_by.append(threading.get_ident()))
+    assert called_by == [threading.get_ident()]
+    assert torch.equal(device_api.value(tensor), 2 * torch.arange(10).half() + 100)
+
+
+def test_a_hook_in_c_continues_in_the_callers_stream() -> None:
+    """DDP's FP16_COMPRESS under torch.cuda.stream(...). A former fault, found on a GPU: it continued on a thread of
+    TorchScript, in the default stream, and gradients were read before they were there."""
+    values(on_devices(hook_in_half, 2, "late", **OFF))
+
+
 def futures(group: Any, device_api: Any) -> None:
     tensor = device_api.tensor(distinct(group.rank(), 10))
     later = device_api.tensor(torch.ones(10))

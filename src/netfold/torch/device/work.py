@@ -20,7 +20,8 @@ import torch
 
 from netfold.errors import CollectiveTimeout, NetfoldError, WaitTimeout
 from netfold.torch.device.device_api import DeviceApi, Event, Gate, Stream, refuse_capture
-from netfold.torch.forwarding import NetfoldWorkBase, seconds_of
+from netfold.torch.forwarding import NetfoldWorkBase, resolved_future, seconds_of
+from netfold.torch.typed_future import future_of_tensors
 
 # The thread that runs the operation reports its deadline. It may itself be blocked in a call of CUDA's that waits for
 # the stream at the gate, so another thread opens the gate this much later.
@@ -180,6 +181,17 @@ class DeviceWork(NetfoldWorkBase):
                 if self._settled.is_set():
                     self._resolve(self._future)
             return self._visible
+
+    def make_future_of_tensors(self) -> torch.futures.Future[Any]:
+        """The Future, complete: the host waits, as in `wait`, and the caller's stream.
+
+        A Future that TorchScript makes knows no device. The hook would continue on another thread, in that thread's
+        stream, and overtake the copy back or the caller's stream. With a complete Future it continues in this one.
+        """
+        self.wait()
+        future = future_of_tensors(resolved_future(None), self.result())
+        future.wait()
+        return future
 
     def _new_future(self) -> torch.futures.Future[Any]:
         return self._device_api.future(self._device)
