@@ -46,6 +46,8 @@ _RECIPE_MORE_S = 30.0
 RECIPES = ("edsr-large", "resnet50", "gpt")
 # Enough that a minute never ends them.
 _STEPS = 10_000_000
+# Quantiles need two after the first quarter.
+_LEAST_STEPS = 4
 _INTERRUPTED = 75  # netfold train's exit code after SIGTERM
 _NOT_RUN = 2
 
@@ -164,9 +166,11 @@ def _recipe(logs: Path, limit_s: float, name: str, device: str, recipe_s: float)
             return Outcome("not run", "torch finds no CUDA device here.")
         if ended not in (0, _INTERRUPTED):
             return _failed(ended, limit_s, log)
-        (metrics,) = Path(folder).glob("*/metrics.jsonl")
-        lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
+        metrics = "".join(path.read_text() for path in Path(folder).glob("*/metrics.jsonl"))
+    lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.splitlines()]
     stepped = [line for line in lines if line["kind"] == "step"]
+    if len(stepped) < _LEAST_STEPS:
+        return Outcome("failed", f"{len(stepped)} steps in {recipe_s:.0f} s; give it longer by --recipe-s.")
     # The first steps load kernels.
     later = stepped[len(stepped) // 4 :]
     rates = statistics.quantiles([line["samples_per_s"] for line in later], n=20)
