@@ -5,7 +5,7 @@
 The sides: netfold's network; NCCL's own sockets; netfold's network with a recording, which is read afterwards; with the
 tuner, by the model's table for the link of --latency-us and --bytes-per-s, which `netfold doctor check` measures; and
 with a switch, once for each of NCCL's CollNet algorithms. Each side also trains a small model by DDP. NCCL's log of
-that launch says which network and which algorithms were used, and the losses of all sides are compared.
+that launch says which network and which algorithms were used.
 
 Each rank counts as a host of its own (NCCL_HOSTID), without peer access and shared memory: NCCL sends everything over
 its network. NCCL 2.30 then takes several ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE, an older one by NCCL_HOSTID.
@@ -116,12 +116,12 @@ def nccl_gpus(
 ) -> str:
     """NCCL on a GPU over netfold and over its sockets.
 
-    only: sides that begin with one of these words, by comma. logs: a folder that keeps NCCL's logs.
+    only: sides that begin with one of these words, by comma. logs: a folder that keeps NCCL's logs and the recording.
     """
     took: dict[tuple[str, int], list[float]] = {}
     trained, problems = dict[str, Any](), list[str]()
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
-        table, recording = Path(folder, "table"), Path(folder, "run")
+        table, recording = Path(folder, "table"), Path(logs or folder, "recording")
         table.write_text(table_text([(ranks, ranks)], Link(latency_us * 1e-6, bytes_per_s)))
         sides: dict[str, dict[str, str]] = {
             "netfold": NETFOLD,
@@ -140,6 +140,8 @@ def nccl_gpus(
                 with _started(ranks, sides[side], log) as job:
                     if launch == "DDP":
                         trained[side] = job.ask(0)
+                        for size in SIZES:
+                            job.ask(size)
                         continue
                     for size in SIZES:
                         job.ask(size)  # warms up
@@ -169,9 +171,13 @@ a side. The recording holds {", ".join(f"{count} {kind}" for kind, count in kind
 
 {driver.table(" | ".join(head), rows)}
 
-A model of six layers trained {STEPS} steps by DDP. NCCL's log of that launch:
+NCCL's choices, from its log:
 
-{driver.table("side | NCCL | networks | algorithms of all_reduce | last loss of rank 0", _rows_of(trained, said))}
+{driver.table(" | ".join(["bytes", *trained]), _choices(said))}
+
+A model of six layers trained {STEPS} steps by DDP:
+
+{driver.table("side | NCCL | network | last loss of rank 0", _trained(trained, said))}
 
 {" ".join(problems) or "Every side ran."}"""
 
@@ -184,14 +190,21 @@ _PAIRS = (
 )
 
 
-def _rows_of(trained: dict[str, Any], said: dict[str, str]) -> list[list[str]]:
+def _choices(said: dict[str, str]) -> list[list[str]]:
+    rows = []
+    for size in SIZES:
+        pattern = rf"AllReduce: {size} Bytes -> Algo (\S+) proto (\S+) channel{{Lo..Hi}}={{(\S+)}}"
+        found = [re.search(pattern, text) for text in said.values()]
+        rows.append([f"{size:,}", *(" ".join(each.groups()) if each else "?" for each in found)])
+    return rows
+
+
+def _trained(trained: dict[str, Any], said: dict[str, str]) -> list[list[str]]:
     rows = []
     for side, losses in trained.items():
         version = re.search(r"NCCL version ([^\s]+)", said[side])
         networks = sorted(set(re.findall(r"Using network (\S+)", said[side])))
-        algorithms = Counter(re.findall(r"AllReduce: \d+ Bytes -> Algo (\w+)", said[side]))
-        counted = ", ".join(f"{count} {name}" for name, count in algorithms.items())
-        rows.append([side, version[1] if version else "?", " ".join(networks), counted, f"{losses[0][-1]!r}"])
+        rows.append([side, version[1] if version else "?", " ".join(networks), repr(losses[0][-1])])
     return rows
 
 
