@@ -320,4 +320,9 @@ void PointToPoint::abort(const Failure& failure) {
   }
 }
 
+bool PointToPoint::has_left(int rank) {
+  if (!at(rank).failure) read(rank);
+  return static_cast<bool>(at(rank).failure);
+}
+
 }  // namespace netfold::collective

@@ -75,6 +75,31 @@ def test_connections_that_break_are_made_again_and_no_byte_is_lost(how: str, sec
     assert any("was made again" in text for text in found[0][1])
 
 
+def a_receiver_leaves_first(rank: int, size: int, folder: str) -> list[str]:
+    plugin, comm = one_way(rank, folder)
+    store, data = FileStore(folder), pattern(1000, 1)
+    if rank == 1:
+        plugin.wait(plugin.receive(comm, [np.zeros_like(data)]))
+        plugin.close(receive=comm)
+        store.get("done", 60)
+        return []
+    plugin.wait(plugin.send(comm, data))
+    until = time.monotonic() + seconds(20)
+    while connections():  # the endpoint's own thread looks
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(NcclError, match="rank 1 left: it closed the connection"):
+        plugin.wait(plugin.send(comm, data))
+    store.set("done", b"")
+    return [text for _, text in plugin.log]
+
+
+def test_an_end_that_leaves_first_is_no_broken_connection() -> None:
+    """Real jobs had the line "broke, and is made again" at their end, wherever one rank closed before the other."""
+    sender, _ = values(run_ranks(a_receiver_leaves_first, 2, env=ENV, timeout_s=60))
+    assert not any("made again" in text for text in sender)
+
+
 def break_behind_the_last_request(rank: int, size: int, folder: str) -> None:
     """The connection breaks after the sender's last request is done: only the endpoint's own thread can notice that."""
     plugin, comm = one_way(rank, folder)

@@ -91,6 +91,8 @@ class PointToPoint {
 
   // Sends every peer the reason why this rank leaves. Best effort: one try, never blocks.
   void abort(const Failure& failure);
+  // Reads what the rank has sent, also where no call waits for it. Whether it is lost or has left.
+  bool has_left(int rank);
   // Whether closing now would lose bytes that are still being sent.
   bool unconfirmed() const;
   void close() { lane_->close(); }
