@@ -23,7 +23,7 @@ MAY_INCLUDE = {
     "device": {"engine", "collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
     "control": {"collective", "protocol", "transport", "auth"},
-    "nccl": {"engine", "control", "collective", "transport", "auth", "kernels"},
+    "nccl": {"device", "engine", "control", "collective", "transport", "auth", "kernels"},
     "dev/delay_link": {"transport"},
     "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "device", "dataplane", "control"},
     # P4: it includes nothing of C++.

@@ -1,7 +1,6 @@
 #include <dlfcn.h>
 #include <netfold/device/cuda_driver.hpp>
 
-#include <type_traits>
 #include <utility>
 
 namespace netfold::device {
@@ -14,7 +13,14 @@ constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 }  // namespace
 
-std::shared_ptr<CudaDriver> CudaDriver::open(const std::string& library, int device) {
+void check_cuda(int result, const char* function, ErrorString error_string) {
+  if (result == kSuccess) return;
+  const char* text = nullptr;
+  if (error_string(result, &text) != kSuccess || text == nullptr) text = "an unknown error";
+  throw CudaError(std::string(function) + ": " + text + " (CUDA driver error " + std::to_string(result) + ")");
+}
+
+CudaDriver::Find CudaDriver::find_in(const std::string& library) {
   // Never closed: streams, events and contexts live as long as the process.
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
@@ -22,7 +28,11 @@ std::shared_ptr<CudaDriver> CudaDriver::open(const std::string& library, int dev
     throw std::runtime_error("CUDA's driver library " + library + " cannot be opened (" +
                              (why ? why : "no reason given") + "); install NVIDIA's driver");
   }
-  return over([handle](const char* name) { return dlsym(handle, name); }, library, device);
+  return [handle](const char* name) { return dlsym(handle, name); };
+}
+
+std::shared_ptr<CudaDriver> CudaDriver::open(const std::string& library, int device) {
+  return over(find_in(library), library, device);
 }
 
 std::shared_ptr<CudaDriver> CudaDriver::over(const Find& find, const std::string& name, int device) {
@@ -30,11 +40,7 @@ std::shared_ptr<CudaDriver> CudaDriver::over(const Find& find, const std::string
 }
 
 CudaDriver::CudaDriver(const Find& find, const std::string& name, int device) {
-  const auto load = [&](auto& function, const char* symbol) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(find(symbol));
-    if (function != nullptr) return;
-    throw std::runtime_error("CUDA's driver library " + name + " has no " + symbol + "; install a later driver");
-  };
+  const CudaFunctions load{find, name};
   load(functions_.get_device, "cuDeviceGet");
   load(functions_.retain_context, "cuDevicePrimaryCtxRetain");
   load(functions_.set_context, "cuCtxSetCurrent");
@@ -89,13 +95,6 @@ bool CudaDriver::passed(EventHandle event) const {
 void CudaDriver::give_back(EventHandle event) {
   const std::lock_guard lock(mutex_);
   unused_.push_back(event);
-}
-
-void CudaDriver::check(Result result, const char* function) const {
-  if (result == kSuccess) return;
-  const char* text = nullptr;
-  if (functions_.error_string(result, &text) != kSuccess || text == nullptr) text = "an unknown error";
-  throw CudaError(std::string(function) + ": " + text + " (CUDA driver error " + std::to_string(result) + ")");
 }
 
 }  // namespace netfold::device

@@ -4,7 +4,11 @@
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
+
+#include "settings.hpp"
 
 namespace netfold::nccl {
 namespace {
@@ -80,21 +84,55 @@ void Comm::post(const Request& request, int which, Kind kind, std::byte* data, s
   lane_.post(++posted_ << kCountShift | place, call);
 }
 
-Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag) {
+Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, Staging* gpu) {
   const std::lock_guard lock(mutex_);
+  const bool is_staged = gpu != nullptr && bytes > 0;
+  if (is_staged && !has_room(bytes)) return nullptr;
   Request* request = free_request(1);
   if (request == nullptr) return nullptr;
+  if (is_staged) {
+    try {
+      request->staged_[0] = gpu->fetch(reinterpret_cast<std::uintptr_t>(data), bytes);
+    } catch (...) {
+      request->count_ = request->left_ = 0;
+      throw;
+    }
+    data = request->staged_[0].data();
+    staged_bytes_ += bytes;
+  }
   request->bytes_[0] = bytes;
-  post(*request, 0, Kind::send, data, bytes, tag);
+  request->staged_bytes_ = is_staged ? bytes : 0;
+  unposted_.push_back({request, data, bytes, tag});
   progress();
   return request;
 }
 
-Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* bytes, const int* tags) {
+Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* bytes, const int* tags,
+                             Staging* const* gpus) {
   const std::lock_guard lock(mutex_);
+  std::size_t staged = 0;
+  for (int i = 0; i < count; ++i) staged += gpus[i] == nullptr ? 0 : bytes[i];
+  if (staged > 0 && !has_room(staged)) return nullptr;
   Request* request = free_request(count);
   if (request == nullptr) return nullptr;
-  for (int i = 0; i < count; ++i) post(*request, i, Kind::receive, static_cast<std::byte*>(data[i]), bytes[i], tags[i]);
+  std::array<std::byte*, kMaxReceives> into{};
+  try {
+    for (int i = 0; i < count; ++i) {
+      const auto which = static_cast<std::size_t>(i);
+      into[which] = static_cast<std::byte*>(data[i]);
+      if (gpus[i] == nullptr || bytes[i] == 0) continue;
+      request->staged_[which] = gpus[i]->expect(reinterpret_cast<std::uintptr_t>(data[i]), bytes[i]);
+      into[which] = request->staged_[which].data();
+    }
+  } catch (...) {
+    request->staged_ = {};
+    request->count_ = request->left_ = 0;
+    throw;
+  }
+  staged_bytes_ += request->staged_bytes_ = staged;
+  for (int i = 0; i < count; ++i) {
+    post(*request, i, Kind::receive, into[static_cast<std::size_t>(i)], bytes[i], tags[i]);
+  }
   return request;
 }
 
@@ -102,31 +140,73 @@ bool Comm::test(Request& request, int* sizes) {
   const std::lock_guard lock(mutex_);
   if (request.left_ > 0 || has_unsent_) progress();
   // A record that no call sends on would wait for the next request.
-  if (request.left_ > 0 || has_unsent_) {
+  if (request.left_ > 0 || has_unsent_ || !is_copied(request)) {
     if (!failure_.empty()) throw std::runtime_error(failure_);
     return false;
   }
   for (int i = 0; sizes != nullptr && i < request.count_; ++i) {
     sizes[i] = static_cast<int>(request.bytes_[static_cast<std::size_t>(i)]);
   }
-  request.count_ = 0;
+  end(request);
   return true;
+}
+
+void Comm::end(Request& request) {
+  request.staged_ = {};
+  staged_bytes_ -= std::exchange(request.staged_bytes_, 0);
+  request.count_ = 0;
+}
+
+// The n-th message with a tag is the n-th send with it, so that none overtakes another.
+void Comm::post_sends() {
+  while (!unposted_.empty() && unposted_.front().request->staged_[0].is_done()) {
+    const Unposted& next = unposted_.front();
+    post(*next.request, 0, Kind::send, next.data, next.bytes, next.tag);
+    unposted_.pop_front();
+  }
+}
+
+// Begins the copies of what arrived to the GPU.
+void Comm::bring(Request& request) {
+  for (std::size_t i = 0; i < request.staged_.size(); ++i) {
+    if (request.staged_[i]) request.staged_[i].bring(request.bytes_[i]);
+  }
+}
+
+bool Comm::is_copied(Request& request) {
+  try {
+    return std::ranges::all_of(request.staged_, &Staging::Message::is_done);
+  } catch (const device::CudaError& error) {
+    fail(error.what());
+    return false;
+  }
+}
+
+void Comm::take_done() {
+  for (const auto& done : lane_.take_done()) {
+    Request& request = requests_[done.ticket >> kRequestShift & (kMaxRequests - 1)];
+    if (role_ == Role::receiver) request.bytes_[done.ticket & (kMaxReceives - 1)] = done.received;
+    if (--request.left_ == 0 && role_ == Role::receiver) bring(request);
+  }
 }
 
 void Comm::progress() {
   if (!failure_.empty()) return;
-  const auto result = lane_.poll();
-  for (const auto& done : lane_.take_done()) {
-    Request& request = requests_[done.ticket >> kRequestShift & (kMaxRequests - 1)];
-    if (role_ == Role::receiver) request.bytes_[done.ticket & (kMaxReceives - 1)] = done.received;
-    --request.left_;
-  }
-  if (result == collective::Progress::failed) {
-    failure_ = (role_ == Role::sender ? "sending to " : "receiving from ") + peer_ +
-               " (rank 0 sends, rank 1 receives): " + lane_.fault()->failure.text;
-    lane_.mesh().cancel();  // NCCL may free the requests' memory when it learns of the failure
+  try {
+    post_sends();
+    const auto result = lane_.poll();
+    take_done();
+    if (result == collective::Progress::failed) fail(lane_.fault()->failure.text);
+  } catch (const device::CudaError& error) {
+    fail(error.what());
   }
   has_unsent_ = !lane_.mesh().flush();
+}
+
+void Comm::fail(const std::string& why) {
+  failure_ =
+      (role_ == Role::sender ? "sending to " : "receiving from ") + peer_ + " (rank 0 sends, rank 1 receives): " + why;
+  lane_.mesh().cancel();  // NCCL may free the requests' memory when it learns of the failure
 }
 
 std::optional<Comm::Broken> Comm::broken_locked(int rail) {
@@ -196,6 +276,19 @@ void Comm::leave() {
   left.orderly = true;
   lane_.abort(left);
   lane_.mesh().cancel();
+  unposted_.clear();
+  const std::int64_t until_ns = now_ns() + kCopyNs;
+  try {
+    for (Request& request : requests_) {
+      while (std::ranges::any_of(request.staged_, &Staging::Message::is_copying)) {
+        if (now_ns() >= until_ns) throw device::CudaError("it is not done after 5 s");
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+      end(request);
+    }
+  } catch (const device::CudaError& error) {
+    warn("a copy of a message with " + peer_ + " in memory of a GPU: " + error.what());
+  }
 }
 
 bool Comm::has_arrived() {

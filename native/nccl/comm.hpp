@@ -2,6 +2,9 @@
 // both ask whether a request is done. The messages go by collective/point_to_point.hpp over TCP connections that
 // reconnect (transport/tcp/resumable_socket.hpp), or over a fabric's stream beside such a connection.
 //
+// A message from memory of a GPU is copied to the host first, and handed on once it is there; later messages of the comm
+// wait behind it. A message to memory of a GPU is copied there after it arrived (staging.hpp).
+//
 // NCCL calls from one thread at a time. The endpoint's threads look for broken connections and make them again; a lock
 // is between them.
 #pragma once
@@ -10,6 +13,7 @@
 #include <netfold/transport/fabric/fabric_pipe.hpp>
 
 #include <array>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -19,6 +23,7 @@
 
 #include <netfold/nccl/interface.hpp>
 #include "handshake.hpp"
+#include "staging.hpp"
 
 namespace netfold::nccl {
 
@@ -46,6 +51,8 @@ class Comm {
     int count_ = 0;  // of messages; 0: the request is free
     int left_ = 0;
     std::array<std::size_t, kMaxReceives> bytes_{};
+    std::array<Staging::Message, kMaxReceives> staged_{};
+    std::size_t staged_bytes_ = 0;
   };
 
   // peer: how messages name the other end, "10.0.0.2:7301".
@@ -61,10 +68,11 @@ class Comm {
   const std::shared_ptr<transport::fabric::StreamMux>& fabric() const { return fabric_; }
   const std::string& peer() const { return peer_; }
 
-  // Borrow the memory until the request is done. Null: all requests are in use.
-  Request* send(std::byte* data, std::size_t bytes, int tag);
+  // Borrow the memory until the request is done. gpu: whose memory it is; null: the host's. Null: all requests, or all
+  // pinned memory of the comm, are in use.
+  Request* send(std::byte* data, std::size_t bytes, int tag, Staging* gpu);
   // The n-th message with tags[n]; it may be shorter than bytes[n].
-  Request* receive(int count, void* const* data, const std::size_t* bytes, const int* tags);
+  Request* receive(int count, void* const* data, const std::size_t* bytes, const int* tags, Staging* const* gpus);
   // True: the request is done and free. sizes: of the messages. Throws std::runtime_error once the comm has failed.
   bool test(Request& request, int* sizes);
 
@@ -83,12 +91,30 @@ class Comm {
   // Finds connections that the other end has left, which no request may touch.
   void look();
 
-  // Tells the other end that this one leaves. No peer or provider uses a request's memory any more when it returns.
+  // Tells the other end that this one leaves. No peer, provider or copy uses a request's memory any more when it
+  // returns; where a GPU does not end its copies within kCopyNs, NCCL's log says so.
   void leave();
   // Whether everything that was sent has arrived at the other end's host, or cannot.
   bool has_arrived();
 
  private:
+  // Pinned memory of the messages of one comm, which may take more only for one request.
+  static constexpr std::size_t kMaxStagedBytes = 32 << 20;
+  static constexpr std::int64_t kCopyNs = 5'000'000'000;
+  struct Unposted {
+    Request* request;
+    std::byte* data;
+    std::size_t bytes;
+    int tag;
+  };
+
+  bool has_room(std::size_t bytes) const { return staged_bytes_ == 0 || staged_bytes_ + bytes <= kMaxStagedBytes; }
+  void post_sends();
+  void take_done();
+  void bring(Request& request);
+  bool is_copied(Request& request);
+  void end(Request& request);
+  void fail(const std::string& why);
   Request* free_request(int count);
   void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag);
   void progress();
@@ -104,6 +130,8 @@ class Comm {
   std::vector<std::int64_t> broken_since_ns_;  // by rail; 0: it is not
   collective::PointToPoint lane_;
   std::array<Request, kMaxRequests> requests_;
+  std::deque<Unposted> unposted_;  // sends behind a copy to the host, at most kMaxRequests
+  std::size_t staged_bytes_ = 0;
   std::uint64_t posted_ = 0;
   bool has_unsent_ = false;
   std::string failure_;

@@ -123,6 +123,13 @@ Endpoint::Endpoint()
       ports_changed_(transport::make_event()) {
   if (!auth::unavailable_reason().empty()) throw std::runtime_error(auth::unavailable_reason());
   if (!settings_.fabric.empty()) fabric_.emplace(settings_, devices_);
+  if (settings_.stages_gpus) {
+    try {
+      gpus_ = std::make_unique<Gpus>();
+    } catch (const std::runtime_error& error) {
+      warn(std::string("NETFOLD_NCCL_CUDA=staged is not used, and NCCL copies itself: ") + error.what());
+    }
+  }
   fill_random(secret_);
   if (!run_apart([this] { accept_all(); }) || !run_apart([this] { look_at_all(); })) {
     throw std::runtime_error("the plugin needs two threads of its own");
@@ -137,12 +144,13 @@ void Endpoint::check_switch() const {
 }
 
 std::string Endpoint::description() const {
-  if (fabric_) return fabric_->description();
+  const std::string copies = gpus_ == nullptr ? "" : ", and copies messages in memory of GPUs";
+  if (fabric_) return fabric_->description() + copies;
   std::string names;
   for (const Device& device : devices_) {
     names += (names.empty() ? "" : ", ") + device.name + " " + device.address.text();
   }
-  return "TCP over " + names;
+  return "TCP over " + names + copies;
 }
 
 // The handle's secret, mixed with that of NETFOLD_SECRET_FILE: then who reads what NCCL carries cannot connect.

@@ -105,6 +105,8 @@ class Endpoint {
   // The carrier of the messages: "TCP over eth0 10.0.0.5:0".
   std::string description() const;
   const Settings& settings() const { return settings_; }
+  // Of messages in their memory. Null: only memory of the host is offered.
+  Gpus* gpus() const { return gpus_.get(); }
   // A communicator goes without the switch. NCCL goes on by its network, whatever CollNet's set-up returns (transport.cc,
   // ncclTransportCollNetCheck): where the switch is required, the network refuses everything from now on.
   void go_without_switch() { is_refusing_ = settings_.is_switch_required; }
@@ -167,6 +169,7 @@ class Endpoint {
   const Settings settings_;
   const std::vector<Device> devices_;
   std::optional<FabricPorts> fabric_;  // none: TCP
+  std::unique_ptr<Gpus> gpus_;
   auth::Secret secret_{};
   std::mutex mutex_;
   std::condition_variable condition_;

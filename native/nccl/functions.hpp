@@ -13,6 +13,8 @@
 namespace netfold::nccl {
 
 inline constexpr std::size_t kMaxMessage = std::size_t{1} << 30;
+// Staged messages are copied whole, so that NCCL is to cut them.
+inline constexpr std::size_t kMaxStaged = 4 << 20;
 inline constexpr int kMaxComms = 65'536;
 
 template <class Work>
@@ -22,6 +24,9 @@ Result guarded(Work work) {
   } catch (const std::invalid_argument& error) {
     warn(error.what());
     return Result::invalid_usage;
+  } catch (const device::CudaError& error) {
+    warn(error.what());
+    return Result::unhandled_cuda_error;
   } catch (const std::system_error& error) {
     warn(error.what());
     return Result::system_error;

@@ -1,6 +1,8 @@
 // The functions that NCCL calls, and their tables, one a version of the interface.
 //
 // No exception may leave them: each becomes a line of NCCL's log and an error code.
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <span>
@@ -22,9 +24,16 @@ struct HeldListener {
   std::shared_ptr<Listener> listener;
 };
 using Pending = std::shared_ptr<Connecting>;
-using Registration = transport::Pipe::RegistrationLease;
+struct Registration {
+  transport::Pipe::RegistrationLease lease;  // of a fabric
+  std::shared_ptr<Staging> gpu;              // null: memory of the host
+};
 
 Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
+
+Staging* gpu_of(void* registration) {
+  return registration == nullptr ? nullptr : static_cast<Registration*>(registration)->gpu.get();
+}
 
 // --- the functions ---------------------------------------------------------------------------------------------------
 
@@ -44,6 +53,16 @@ Result devices(int* count) {
     *count = static_cast<int>(Endpoint::instance().devices().size());
     return Result::success;
   });
+}
+
+// Those that CollNet has, too, and memory of GPUs.
+template <auto kOfHost, class Properties>
+Result net_properties(int number, Properties* properties) {
+  const Result result = kOfHost(number, properties);
+  if (result != Result::success || Endpoint::instance().gpus() == nullptr) return result;
+  properties->pointers |= kCudaPointer;
+  if constexpr (requires { properties->max_message; }) properties->max_message = kMaxStaged;
+  return result;
 }
 
 Result listen(int device, void* raw, void** listener) {
@@ -91,13 +110,19 @@ Result accept(void* listener, void** comm) {
 // A fabric keeps the memory registered until NCCL takes the registration back; TCP needs none.
 Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void** registration) {
   *registration = nullptr;
-  if (kind != kHostPointer) return gpu_was_not_offered();
   return guarded([&] {
-    const auto& fabric = comm_of(comm).fabric();
-    if (fabric != nullptr) {
-      *registration = new Registration(fabric->lease(static_cast<std::byte*>(data), bytes,
-                                                     transport::fabric::RegistrationCache::Lifetime::persistent));
+    auto made = std::make_unique<Registration>();
+    if (kind == kCudaPointer && Endpoint::instance().gpus() != nullptr) {
+      made->gpu = Endpoint::instance().gpus()->of(reinterpret_cast<std::uintptr_t>(data));
+    } else if (kind != kHostPointer) {
+      return gpu_was_not_offered();
+    } else if (const auto& fabric = comm_of(comm).fabric(); fabric != nullptr) {
+      made->lease = fabric->lease(static_cast<std::byte*>(data), bytes,
+                                  transport::fabric::RegistrationCache::Lifetime::persistent);
+    } else {
+      return Result::success;
     }
+    *registration = made.release();
     return Result::success;
   });
 }
@@ -110,19 +135,19 @@ Result deregister_memory(void*, void* registration) {
 }
 
 // profiled: what the profiler gave for the message, null for none; for a receive, one a message.
-Result send(void* comm, void* data, std::size_t bytes, int tag, void* profiled, void** request) {
+Result send(void* comm, void* data, std::size_t bytes, int tag, void* registration, void* profiled, void** request) {
   *request = nullptr;
   return guarded([&] {
     Endpoint::instance().check_switch();
-    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag);
+    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag, gpu_of(registration));
     if (made != nullptr) made->events[0] = start_net_event(profiled, bytes, true);
     *request = made;
     return Result::success;
   });
 }
 
-Result receive(void* comm, int count, void** data, const std::size_t* bytes, const int* tags, void** profiled,
-               void** request) {
+Result receive(void* comm, int count, void** data, const std::size_t* bytes, const int* tags, void** registrations,
+               void** profiled, void** request) {
   *request = nullptr;
   return guarded([&] {
     Endpoint::instance().check_switch();
@@ -130,7 +155,9 @@ Result receive(void* comm, int count, void** data, const std::size_t* bytes, con
       throw std::invalid_argument(std::to_string(count) + " receives in one request; at most " +
                                   std::to_string(kMaxReceives) + " were offered");
     }
-    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags);
+    std::array<Staging*, kMaxReceives> gpus{};
+    std::transform(registrations, registrations + count, gpus.begin(), gpu_of);
+    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags, gpus.data());
     for (int i = 0; made != nullptr && profiled != nullptr && i < count; ++i) {
       made->events[static_cast<std::size_t>(i)] = start_net_event(profiled[i], bytes[i], false);
     }
@@ -139,7 +166,7 @@ Result receive(void* comm, int count, void** data, const std::size_t* bytes, con
   });
 }
 
-// The host's memory needs none.
+// The host's memory needs none, and staged copies are done when a request is.
 Result flush(void*, int, void**, int*, void**, void** request) {
   *request = nullptr;
   return Result::success;
@@ -180,20 +207,16 @@ constexpr Registrations kRegistrations{register_memory, register_dmabuf, deregis
 // NCCL calls every function whose pointer is not null, after each receive for one.
 constexpr Completion kCompletion{flush, test, close_comm, close_comm, close_listen, nullptr, nullptr};
 constexpr TransfersV10 kTransfers{
-    [](void* comm, void* data, std::size_t bytes, int tag, void*, void* profiled, void** request) {
-      return send(comm, data, bytes, tag, profiled, request);
-    },
-    [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, void** profiled, void** request) {
-      return receive(comm, count, data, bytes, tags, profiled, request);
-    }};
+    send, [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void** registrations, void** profiled,
+             void** request) { return receive(comm, count, data, bytes, tags, registrations, profiled, request); }};
 
 Result connect_v8(int device, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); }
 Result accept_v8(void* listener, void** comm, Ignored*) { return accept(listener, comm); }
 
-Result receive_v8(void* comm, int count, void** data, int* bytes, int* tags, void**, void** request) {
+Result receive_v8(void* comm, int count, void** data, int* bytes, int* tags, void** registrations, void** request) {
   const auto given = std::span(bytes, static_cast<std::size_t>(std::max(count, 0)));
   const std::vector<std::size_t> sizes(given.begin(), given.end());
-  return receive(comm, count, data, sizes.data(), tags, nullptr, request);
+  return receive(comm, count, data, sizes.data(), tags, registrations, nullptr, request);
 }
 
 template <class Table>
@@ -224,43 +247,43 @@ using Net12 = NetV11<PropertiesV12, 8>;
 
 using namespace netfold::nccl;
 
-NETFOLD_EXPORTED NetV8 ncclNetPlugin_v8{"netfold",
-                                        init_v8,
-                                        devices,
-                                        properties_v8,
-                                        listen,
-                                        connect_v8,
-                                        accept_v8,
-                                        kRegistrations,
-                                        {[](void* comm, void* data, int bytes, int tag, void*, void** request) {
-                                           return send(comm, data, static_cast<std::size_t>(bytes), tag, nullptr,
-                                                       request);
-                                         },
-                                         receive_v8},
-                                        kCompletion};
-NETFOLD_EXPORTED NetV9 ncclNetPlugin_v9{
+NETFOLD_EXPORTED NetV8 ncclNetPlugin_v8{
     "netfold",
     init_v8,
     devices,
-    properties_v9<PropertiesV9>,
+    net_properties<properties_v8, PropertiesV8>,
     listen,
     connect_v8,
     accept_v8,
     kRegistrations,
-    {[](void* comm, void* data, std::size_t bytes, int tag, void*, void** request) {
-       return send(comm, data, bytes, tag, nullptr, request);
+    {[](void* comm, void* data, int bytes, int tag, void* registration, void** request) {
+       return send(comm, data, static_cast<std::size_t>(bytes), tag, registration, nullptr, request);
      },
-     [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void**, void** request) {
-       return receive(comm, count, data, bytes, tags, nullptr, request);
+     receive_v8},
+    kCompletion};
+NETFOLD_EXPORTED NetV9 ncclNetPlugin_v9{
+    "netfold",
+    init_v8,
+    devices,
+    net_properties<properties_v9<PropertiesV9>, PropertiesV9>,
+    listen,
+    connect_v8,
+    accept_v8,
+    kRegistrations,
+    {[](void* comm, void* data, std::size_t bytes, int tag, void* registration, void** request) {
+       return send(comm, data, bytes, tag, registration, nullptr, request);
+     },
+     [](void* comm, int count, void** data, std::size_t* bytes, int* tags, void** registrations, void** request) {
+       return receive(comm, count, data, bytes, tags, registrations, nullptr, request);
      }},
     kCompletion,
     nullptr};
 NETFOLD_EXPORTED NetV10 ncclNetPlugin_v10{
     "netfold",  init,
-    devices,    properties_v9<PropertiesV9>,
+    devices,    net_properties<properties_v9<PropertiesV9>, PropertiesV9>,
     listen,     [](int device, Ignored, void* handle, void** comm, Ignored*) { return connect(device, handle, comm); },
     accept_v8,  kRegistrations,
     kTransfers, kCompletion,
     nullptr};
-NETFOLD_EXPORTED Net11 ncclNetPlugin_v11 = table_v11<Net11>(properties_v11);
-NETFOLD_EXPORTED Net12 ncclNetPlugin_v12 = table_v11<Net12>(properties_v12);
+NETFOLD_EXPORTED Net11 ncclNetPlugin_v11 = table_v11<Net11>(net_properties<properties_v11, PropertiesV11>);
+NETFOLD_EXPORTED Net12 ncclNetPlugin_v12 = table_v11<Net12>(net_properties<properties_v12, PropertiesV12>);

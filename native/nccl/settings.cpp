@@ -105,6 +105,11 @@ Settings Settings::from_environment() {
     settings.first_port = *first;
     settings.last_port = *last;
   }
+  if (const auto cuda = variable("NETFOLD_NCCL_CUDA"); cuda == "staged") {
+    settings.stages_gpus = true;
+  } else if (!cuda.empty() && cuda != "off") {
+    throw std::invalid_argument("NETFOLD_NCCL_CUDA=" + std::string(cuda) + " is not one of off, staged");
+  }
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
   settings.switches = variable("NETFOLD_SWITCH");
   settings.is_switch_required = number("NETFOLD_NCCL_REQUIRE_SWITCH", 0, 0, 1) == 1;

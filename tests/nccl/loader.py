@@ -185,24 +185,41 @@ class Plugin(Loaded):
         comm: c_void_p = _until(once, quiet_s, "a connection from the other rank")
         return comm
 
-    def send(self, comm: c_void_p, data: Any, tag: int = 0, profiled_by: int | None = None) -> c_void_p | None:
+    def register(self, comm: c_void_p, data: Any, kind: int) -> c_void_p:
+        registration = c_void_p()
+        self._check(self.table.register_memory(comm, data.ctypes.data, data.nbytes, kind, byref(registration)))
+        return registration
+
+    def send(
+        self,
+        comm: c_void_p,
+        data: Any,
+        tag: int = 0,
+        profiled_by: int | None = None,
+        registration: c_void_p | None = None,
+    ) -> c_void_p | None:
         """data: an array that the caller keeps. None: the plugin cannot take it now."""
         request = c_void_p(1)
         profiled = [profiled_by] if self.version >= 10 else []
-        self._check(self.table.send(comm, data.ctypes.data, data.nbytes, tag, None, *profiled, byref(request)))
+        self._check(self.table.send(comm, data.ctypes.data, data.nbytes, tag, registration, *profiled, byref(request)))
         return request if request.value else None
 
     def receive(
-        self, comm: c_void_p, into: Sequence[Any], tags: Sequence[int] = (0,), profiled_by: Sequence[int] = ()
+        self,
+        comm: c_void_p,
+        into: Sequence[Any],
+        tags: Sequence[int] = (0,),
+        profiled_by: Sequence[int] = (),
+        registrations: Sequence[c_void_p | None] = (),
     ) -> c_void_p | None:
         request = c_void_p(1)
         count = len(into)
         data = (c_void_p * count)(*(each.ctypes.data for each in into))
         sizes = (self._size * count)(*(each.nbytes for each in into))
-        nothing = (c_void_p * count)()
+        held = (c_void_p * count)(*registrations)
         profiled = [(c_void_p * count)(*profiled_by)] if self.version >= 10 else []
         self._check(
-            self.table.receive(comm, count, data, sizes, (c_int * count)(*tags), nothing, *profiled, byref(request))
+            self.table.receive(comm, count, data, sizes, (c_int * count)(*tags), held, *profiled, byref(request))
         )
         return request if request.value else None
 

@@ -19,7 +19,7 @@
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL = 700 };
 enum { UNSUPPORTED_IN_CAPTURE = 900 };
-enum { DEVICES = 8, RANGES = 4096, DELAY_NS = 50000 };
+enum { DEVICES = 8, RANGES = 4096, DELAY_NS = 50000, DEVICE_ORDINAL = 9, PAGE = 4096 };
 
 typedef struct {
   int device, broken, hangs;
@@ -139,6 +139,13 @@ static void give(Stream* stream, Entry entry) {
 
 // --- the driver's functions ------------------------------------------------------------------------------------------
 
+int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
+
+int cuDeviceGetCount(int* count) {
+  *count = getenv("FAKE_CUDA_DEVICES") ? atoi(getenv("FAKE_CUDA_DEVICES")) : DEVICES;
+  return SUCCESS;
+}
+
 int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal < DEVICES ? SUCCESS : INVALID_VALUE;
@@ -152,6 +159,11 @@ int cuDevicePrimaryCtxRetain(Context** context, int device) {
 
 int cuCtxSetCurrent(Context* context) {
   current = context;
+  return SUCCESS;
+}
+
+int cuCtxGetCurrent(Context** context) {
+  *context = current;
   return SUCCESS;
 }
 
@@ -250,6 +262,30 @@ static int own(uintptr_t address, size_t bytes, int device) {
 int cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
   (void)flags;
   LOCKED(own((uintptr_t)address, bytes, -1))
+}
+
+static int allocate(void** memory, size_t bytes) {
+  int error = enter("cuMemHostAlloc", current);
+  if (error) return error;
+  if (!current) return fault(INVALID_CONTEXT, "cuMemHostAlloc without a context");
+  *memory = aligned_alloc(PAGE, (bytes + PAGE - 1) / PAGE * PAGE);
+  return own((uintptr_t)*memory, bytes, -1);
+}
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
+  (void)flags;
+  LOCKED(allocate(memory, bytes))
+}
+
+static int device_of(int* value, int attribute, uintptr_t address) {
+  if (attribute != DEVICE_ORDINAL) return fault(INVALID_VALUE, "cuPointerGetAttribute of another attribute");
+  for (int i = 0; i < range_count; ++i) {
+    *value = ranges[i].device;
+    if (ranges[i].device >= 0 && ranges[i].begin <= address && address < ranges[i].end) return SUCCESS;
+  }
+  return INVALID_VALUE;
+}
+int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
+  LOCKED(device_of(value, attribute, (uintptr_t)address))
 }
 
 static int unpin(uintptr_t address) {

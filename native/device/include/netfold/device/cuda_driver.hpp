@@ -26,6 +26,10 @@ using EventHandle = void*;
 
 class Event;
 
+// cuGetErrorString. Throws CudaError with its text unless `result` is success.
+using ErrorString = int (*)(int error, const char** text);
+void check_cuda(int result, const char* function, ErrorString error_string);
+
 // Thread-safe. Functions throw CudaError.
 class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
  public:
@@ -35,6 +39,8 @@ class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
   // Open `library` for device number `device`. Retains the device's primary context as long as the process lives:
   // streams and events belong to it. Throws std::runtime_error where the library or a function is absent.
   static std::shared_ptr<CudaDriver> open(const std::string& library, int device);
+  // The functions of `library`, which stays open as long as the process. Throws std::runtime_error where it is absent.
+  static Find find_in(const std::string& library);
   // The same with the functions that `find` returns. `name`: of their library.
   static std::shared_ptr<CudaDriver> over(const Find& find, const std::string& name, int device);
   CudaDriver(const CudaDriver&) = delete;
@@ -65,11 +71,11 @@ class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
     Result (*record_event)(EventHandle event, StreamHandle stream);
     Result (*query_event)(EventHandle event);
     Result (*wait_event)(StreamHandle stream, EventHandle event, unsigned flags);
-    Result (*error_string)(Result error, const char** text);
+    ErrorString error_string;
   };
 
   CudaDriver(const Find& find, const std::string& name, int device);
-  void check(Result result, const char* function) const;
+  void check(Result result, const char* function) const { check_cuda(result, function, functions_.error_string); }
   bool passed(EventHandle event) const;
   void give_back(EventHandle event);
 
@@ -78,6 +84,19 @@ class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
   std::mutex mutex_;
   // Events that nothing refers to. As many as were ever in use at a time; they live as long as the process.
   std::vector<EventHandle> unused_;
+};
+
+// Sets pointers to functions of the library `name`. Throws std::runtime_error for one that it lacks.
+struct CudaFunctions {
+  const CudaDriver::Find& find;
+  const std::string& name;
+
+  template <class Function>
+  void operator()(Function& function, const char* symbol) const {
+    function = reinterpret_cast<Function>(find(symbol));
+    if (function != nullptr) return;
+    throw std::runtime_error("CUDA's driver library " + name + " has no " + symbol + "; install a later driver");
+  }
 };
 
 // A recorded point in a stream. Recorded once: its handle is recorded again only after the last reference is gone.

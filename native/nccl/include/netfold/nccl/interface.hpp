@@ -13,6 +13,7 @@ namespace netfold::nccl {
 // ncclResult_t
 enum class Result : int {
   success = 0,
+  unhandled_cuda_error = 1,
   system_error = 2,
   internal_error = 3,
   invalid_argument = 4,
@@ -23,6 +24,7 @@ enum class Result : int {
 inline constexpr std::size_t kHandleBytes = 128;  // NCCL_NET_HANDLE_MAXSIZE
 inline constexpr int kMaxRequests = 32;           // NCCL_NET_MAX_REQUESTS, of one comm
 inline constexpr int kHostPointer = 1;            // NCCL_PTR_HOST
+inline constexpr int kCudaPointer = 2;            // NCCL_PTR_CUDA
 inline constexpr int kUndefined = -1;             // NCCL_NET_ID_UNDEF
 
 // ncclDebugLogger_t: level, subsystems, file, line, printf's format.

@@ -1,0 +1,315 @@
+"""Messages in memory of a GPU, over a stand-in for CUDA's driver whose copies are late (NETFOLD_NCCL_CUDA=staged)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+import time
+from ctypes import c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from breaking import breaking, hang_up
+from fabrics import need_libfabric
+from load import seconds
+from nccl.loader import CUDA, HOST, VERSIONS, WARN, NcclError, Plugin
+from nccl.test_net import ENV, exchange, pattern
+from ranks import run_ranks, values
+
+from netfold import FileStore
+
+pytestmark = pytest.mark.native
+
+SOURCE = Path(__file__).parent.parent / "torch" / "device" / "fake_cuda.c"
+STAGED = {**ENV, "NETFOLD_NCCL_CUDA": "staged"}
+UNUSED = "NETFOLD_NCCL_CUDA=staged is not used, and NCCL copies itself: CUDA's driver library"
+SIZES = (0, 1, 4096, (64 << 10) + 1, 512 << 10, 3_000_017)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A library of the driver's name: the plugin opens the one that the process has loaded."""
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("the fake CUDA driver cannot be built: no C compiler is on the PATH")
+    path = str(tmp_path_factory.mktemp("cuda") / "libcuda.so.1")
+    flags = ["-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *flags, "-o", path, str(SOURCE)], check=True, timeout=60)
+    return path
+
+
+class Gpu:
+    """Memory of GPU 0, whose addresses are the process's. What is late there shows in the values."""
+
+    def __init__(self, driver: str, device: int = 0) -> None:
+        self.calls = ctypes.CDLL(driver)
+        self.calls.fake_fault.restype = ctypes.c_char_p
+        self.device = device
+
+    def holds(self, values: np.ndarray) -> np.ndarray:
+        address = c_void_p(values.ctypes.data)
+        assert not self.calls.fake_own(address, ctypes.c_size_t(max(values.nbytes, 1)), self.device)
+        return values
+
+    def hangs(self, on: bool) -> None:
+        self.calls.fake_set_hangs(self.device, int(on))
+
+    def copies(self) -> tuple[int, int]:
+        return self.calls.fake_copies(0), self.calls.fake_copies(1)
+
+    def no_fault(self) -> None:
+        assert self.calls.fake_fault() == b""
+
+
+def messages(rank: int, size: int, folder: str, driver: str, version: int, kinds: tuple[int, int]) -> None:
+    """kinds: of the sender's memory and of the receiver's."""
+    gpu, plugin = Gpu(driver), Plugin(version)
+    assert all(each.pointers == HOST | CUDA for each in plugin.devices())
+    to, back = exchange(plugin, rank, folder)
+    for round_, bytes_ in enumerate(SIZES):
+        ours, into = pattern(bytes_, 2 * round_ + rank), np.zeros(bytes_ + 100, np.uint8)
+        held = [None, None]
+        for i, (comm, memory, kind) in enumerate(((to, ours, kinds[0]), (back, into, kinds[1]))):
+            if kind == CUDA:
+                held[i] = plugin.register(comm, gpu.holds(memory), CUDA)
+        received = plugin.receive(back, [into], [5], registrations=[held[1]])
+        sent = plugin.send(to, ours, 5, registration=held[0])
+        sizes, _ = plugin.wait(received, sent)
+        assert sizes == [bytes_]
+        assert np.array_equal(into[:bytes_], pattern(bytes_, 2 * round_ + 1 - rank))
+        assert not into[bytes_:].any()
+        for comm, each in ((to, held[0]), (back, held[1])):
+            if each is not None:
+                assert plugin.table.deregister_memory(comm, each) == 0
+    done = len(SIZES) - 1
+    assert gpu.copies() == (done * (kinds[0] == CUDA), done * (kinds[1] == CUDA))
+    gpu.no_fault()
+    FileStore(folder).set(f"done/{rank}", b"")
+    FileStore(folder).get(f"done/{1 - rank}", 30)
+    plugin.close(to, back)
+
+
+@pytest.mark.parametrize("kinds", [(CUDA, CUDA), (CUDA, HOST), (HOST, CUDA)], ids=["both", "sender", "receiver"])
+def test_messages_go_from_and_to_memory_of_a_gpu(driver: str, kinds: tuple[int, int]) -> None:
+    values(run_ranks(messages, 2, driver, VERSIONS[-1], kinds, env=STAGED))
+
+
+@pytest.mark.parametrize("version", VERSIONS[:-1])
+def test_every_version_takes_memory_of_a_gpu(driver: str, version: int) -> None:
+    values(run_ranks(messages, 2, driver, version, (CUDA, CUDA), env=STAGED))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"NETFOLD_SECURITY": "encrypt", "NETFOLD_NCCL_STREAMS": "3"}, {"NETFOLD_TRANSPORT": "fabric:strict:seed=5+tcp"}],
+    ids=["encrypted streams", "fabric"],
+)
+def test_every_carrier_takes_memory_of_a_gpu(driver: str, more: dict[str, str]) -> None:
+    if "NETFOLD_TRANSPORT" in more:
+        need_libfabric()
+    values(run_ranks(messages, 2, driver, VERSIONS[-1], (CUDA, CUDA), env={**STAGED, **more}))
+
+
+def order(rank: int, size: int, folder: str, driver: str) -> None:
+    """Messages with one tag, from the GPU and the host, while the GPU copies nothing. Nothing overtakes."""
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    first, second, third = (pattern(1000, each) for each in range(3))
+    into = [np.zeros(1000, np.uint8) for _ in range(3)]
+    held = plugin.register(to, gpu.holds(first), CUDA)
+    if rank == 0:
+        gpu.hangs(True)
+        sends = [plugin.send(to, first, registration=held), plugin.send(to, second), plugin.send(to, third)]
+        assert all(plugin.test(each) is None for each in sends if each)
+        assert gpu.copies() == (0, 0)
+        gpu.hangs(False)
+        plugin.wait(*sends)
+    else:
+        plugin.wait(*(plugin.receive(back, [each]) for each in into))
+        assert all(np.array_equal(found, due) for found, due in zip(into, (first, second, third), strict=True))
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 30)
+    gpu.no_fault()
+    plugin.close(to, back)
+
+
+def test_no_message_overtakes_one_that_is_still_copied(driver: str) -> None:
+    values(run_ranks(order, 2, driver, env=STAGED))
+
+
+def grouped(rank: int, size: int, folder: str, driver: str) -> None:
+    """A request of three receives: two GPUs' memory and the host's. It is done after the last copy."""
+    gpu, other, plugin = Gpu(driver), Gpu(driver, 1), Plugin()
+    to, back = exchange(plugin, rank, folder)
+    into = [np.zeros(10_000, np.uint8) for _ in range(3)]
+    held = [plugin.register(back, gpu.holds(into[0]), CUDA), None, plugin.register(back, other.holds(into[2]), CUDA)]
+    received = plugin.receive(back, into, [7, 8, 9], registrations=held)
+    ours = [pattern(5000 + each, 10 * rank + each) for each in range(3)]
+    sends = [plugin.send(to, each, 9 - i) for i, each in enumerate(ours)]
+    found = plugin.wait(received, *sends, counts=[3, 1, 1, 1])
+    assert found[0] == [5002, 5001, 5000]
+    for i in range(3):
+        assert np.array_equal(into[i][: 5002 - i], pattern(5002 - i, 10 * (1 - rank) + 2 - i))
+        assert not into[i][5002 - i :].any()
+    FileStore(folder).set(f"done/{rank}", b"")
+    FileStore(folder).get(f"done/{1 - rank}", 30)
+    gpu.no_fault()
+    plugin.close(to, back)
+
+
+def test_one_request_receives_into_two_gpus_and_the_host(driver: str) -> None:
+    values(run_ranks(grouped, 2, driver, env=STAGED))
+
+
+def fills_the_room(rank: int, size: int, folder: str, driver: str) -> int:
+    """8 MB messages: five at once are more than the pinned memory of a comm."""
+    gpu, plugin = Gpu(driver), Plugin()
+    to, back = exchange(plugin, rank, folder)
+    ours = gpu.holds(pattern(8 << 20, rank))
+    held = plugin.register(to, ours, CUDA)
+    into = [np.zeros(8 << 20, np.uint8) for _ in range(6)]
+    requests = [plugin.receive(back, [each]) for each in into]
+    gpu.hangs(True)
+    sends = [plugin.send(to, ours, registration=held) for _ in range(6)]
+    refused = sends.count(None)
+    gpu.hangs(False)
+    taken = len(sends) - refused
+    plugin.wait(*(each for each in sends if each), *requests[:taken])
+    plugin.wait(*(plugin.send(to, ours, registration=held) for _ in range(refused)), *requests[taken:])
+    assert all(np.array_equal(each, pattern(8 << 20, 1 - rank)) for each in into)
+    FileStore(folder).set(f"done/{rank}", b"")
+    FileStore(folder).get(f"done/{1 - rank}", 30)
+    plugin.close(to, back)
+    return refused
+
+
+def test_without_room_nccl_is_asked_to_call_again(driver: str) -> None:
+    assert values(run_ranks(fills_the_room, 2, driver, env=STAGED)) == [2, 2]
+
+
+def breaks(rank: int, size: int, folder: str, driver: str) -> int:
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    with breaking(hang_up, rank, 0.07) as broken:
+        for round_ in range(30):
+            ours, into = gpu.holds(pattern(700_000, round_ + rank)), gpu.holds(np.zeros(700_000, np.uint8))
+            held = plugin.register(to, ours, CUDA), plugin.register(back, into, CUDA)
+            received = plugin.receive(back, [into], registrations=[held[1]])
+            plugin.wait(received, plugin.send(to, ours, registration=held[0]), quiet_s=40)
+            assert np.array_equal(into, pattern(700_000, round_ + 1 - rank)), round_
+            time.sleep(0.02)
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 60)
+    gpu.no_fault()
+    plugin.close(to, back)
+    return len(broken)
+
+
+def test_a_connection_that_breaks_loses_no_byte_of_a_gpu(driver: str) -> None:
+    assert sum(values(run_ranks(breaks, 2, driver, env=STAGED, timeout_s=120))) > 3
+
+
+def fails(rank: int, size: int, folder: str, driver: str, function: str) -> str:
+    """Rank 0's driver fails, in a message to rank 1, or in one from there."""
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    memory, said = np.zeros(1000, np.uint8), ""
+    if rank == 1:
+        plugin.wait(plugin.send(to, memory))
+    else:
+        held = plugin.register(to, gpu.holds(memory), CUDA)
+        gpu.calls.fake_fail(function.encode(), ctypes.c_long(0), 700)
+        with pytest.raises(NcclError) as raised:
+            if function == "cuMemcpyHtoDAsync":
+                plugin.wait(plugin.receive(back, [memory], registrations=[held]))
+            else:
+                plugin.wait(plugin.send(to, memory, registration=held))
+        said = str(raised.value)
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 30)
+    plugin.close(to, back)
+    return said
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuMemHostAlloc", "cuEventQuery"])
+def test_an_error_of_the_gpu_is_one_of_nccls(driver: str, function: str) -> None:
+    said, _ = values(run_ranks(fails, 2, driver, function, env=STAGED))
+    assert f"{function}: an illegal memory access was encountered (CUDA driver error 700)" in said
+
+
+def closes(rank: int, size: int, folder: str, driver: str) -> None:
+    """closeSend returns after the last copy: NCCL frees the memory then."""
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    ours = gpu.holds(pattern(100_000, 0))
+    held = plugin.register(to, ours, CUDA)
+    gpu.hangs(True)
+    plugin.send(to, ours, registration=held)
+    closed = threading.Event()
+    closing = threading.Thread(target=lambda: (plugin.close(to), closed.set()))
+    closing.start()
+    assert not closed.wait(0.3)
+    gpu.hangs(False)
+    assert closed.wait(seconds(10)) and gpu.copies() == (1, 0)
+    closing.join()
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 30)
+    plugin.close(receive=back)
+
+
+def test_a_comm_closes_after_its_copies(driver: str) -> None:
+    values(run_ranks(closes, 2, driver, env=STAGED))
+
+
+def offered(rank: int, size: int, folder: str, driver: str, environment: dict[str, str]) -> tuple[int, list[Any]]:
+    os.environ.update(environment)
+    if driver:
+        Gpu(driver)
+    plugin = Plugin()
+    return plugin.devices()[0].pointers, plugin.log
+
+
+def has_cuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("staged", [{}, {"NETFOLD_NCCL_CUDA": "off"}])
+def test_memory_of_a_gpu_is_offered_only_where_asked_for(driver: str, staged: dict[str, str]) -> None:
+    ((pointers, log),) = values(run_ranks(offered, 1, driver, staged, env=ENV))
+    assert pointers == HOST and all(level != WARN for level, _ in log)
+
+
+def test_without_a_gpu_one_line_says_why(driver: str) -> None:
+    ((pointers, log),) = values(run_ranks(offered, 1, driver, {"FAKE_CUDA_DEVICES": "0"}, env=STAGED))
+    assert pointers == HOST and (WARN, f"{UNUSED} libcuda.so.1 finds no device") in log
+
+
+@pytest.mark.skipif(has_cuda(), reason="needs a machine without CUDA's driver")
+def test_without_the_library_one_line_says_why() -> None:
+    ((pointers, log),) = values(run_ranks(offered, 1, "", {}, env=STAGED))
+    (why,) = [text for level, text in log if level == WARN]
+    assert pointers == HOST
+    assert why.startswith(
+        "NETFOLD_NCCL_CUDA=staged is not used, and NCCL copies itself: CUDA's driver library libcuda.so.1"
+    )
+    assert why.endswith("install NVIDIA's driver")
+
+
+def wrong(rank: int, size: int, folder: str) -> str:
+    with pytest.raises(NcclError) as raised:
+        Plugin()
+    return str(raised.value)
+
+
+def test_a_wrong_value_is_named() -> None:
+    (said,) = values(run_ranks(wrong, 1, env={**ENV, "NETFOLD_NCCL_CUDA": "yes"}))
+    assert "NETFOLD_NCCL_CUDA=yes is not one of off, staged" in said
