@@ -3,18 +3,21 @@
     .venv/bin/python bench/nccl_gpus.py                  # under four minutes
 
 The sides: netfold's network; NCCL's own sockets; netfold's network with a recording, which is read afterwards; with the
-tuner, by the model's table for the link of --latency-us and --bytes-per-s, which `netfold doctor check` measures; and
-with a switch, once for each of NCCL's CollNet algorithms. Each side also trains a small model by DDP. NCCL's log of
+tuner, by the model's table for the link of --latency-us and --bytes-per-s, which `netfold doctor check` measures; with
+messages in the GPU's memory, which the plugin copies (NETFOLD_NCCL_CUDA=staged), where NCCL's kernels otherwise write
+into the host's; and with a switch, once for each of NCCL's CollNet algorithms. Each side also trains a small model by DDP. NCCL's log of
 that launch says which network and which algorithms were used.
 
 Each rank counts as a host of its own (NCCL_HOSTID), without peer access and shared memory: NCCL sends everything over
-its network. NCCL 2.30 then takes several ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE, an older one by NCCL_HOSTID.
+its network. Without CUDA's MPS (nvidia-cuda-mps-control -d) the processes use the GPU in turns, and the times of small
+tensors are those of the turns. NCCL 2.30 takes several ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE, an older one by NCCL_HOSTID.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import tempfile
 from collections import Counter
@@ -48,6 +51,8 @@ LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,TUNING"}
 DEADLINE_S = 60.0
 NETFOLD = {"LD_LIBRARY_PATH": str(plugin().parent), "NCCL_NET_PLUGIN": "netfold", "NCCL_NET": "netfold"}
 SOCKETS = {"NCCL_NET_PLUGIN": "none", "NCCL_NET": "Socket"}
+# NCCL then takes the path to the network for one that may reach GPUs, however far it is.
+STAGED = {"NETFOLD_NCCL_CUDA": "staged", "NCCL_NET_GDR_LEVEL": "SYS", "NCCL_NET_GDR_READ": "1"}
 COLLNET = {**NETFOLD, "NCCL_COLLNET_ENABLE": "1", "NETFOLD_NCCL_REQUIRE_SWITCH": "1"}
 ALGORITHMS = {"CollNet chain": "CollnetChain", "CollNet direct": "CollnetDirect"}
 
@@ -55,8 +60,6 @@ ALGORITHMS = {"CollNet chain": "CollnetChain", "CollNet direct": "CollnetDirect"
 def reduce_on_gpu(me: Rank) -> None:
     """A rank of NCCL. An order: bytes of f32, answered by the seconds of an all_reduce whose sum was checked; or 0,
     answered by the losses of a small model that trained by DDP."""
-    import os
-
     os.environ["NCCL_HOSTID"] = f"host{me.rank}"  # before NCCL is loaded
     import torch
     import torch.distributed as dist
@@ -128,6 +131,7 @@ def nccl_gpus(
             "sockets": SOCKETS,
             "recorded": {**NETFOLD, "NCCL_PROFILER_PLUGIN": plugin().name, "NETFOLD_PROFILE": str(recording)},
             "tuned": {**NETFOLD, "NCCL_TUNER_PLUGIN": TUNER, "NETFOLD_NCCL_TUNER": str(table)},
+            "staged": {**NETFOLD, **STAGED},
             **{side: {**COLLNET, "NCCL_ALGO": f"allreduce:{name}"} for side, name in ALGORITHMS.items()},
         }
         sides = {side: each for side, each in sides.items() if side.startswith(tuple(only.split(",")))}
@@ -167,7 +171,8 @@ def nccl_gpus(
         rows.append([f"{size:,}", *times, *(cell(paired_ratios(took[a, size], took[b, size])) for a, b in pairs)])
     head = ["bytes", *(f"{side} us" for side in sides), *(f"{side}'s speed, {base} 1" for base, side in pairs)]
     return f"""all_reduce of f32, every element checked, {ranks} ranks on one GPU; {rounds} rounds in each of 2 launches
-a side. The recording holds {", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"}.
+a side. The processes use the GPU {"at the same time (MPS)" if _has_mps() else "in turns, a few milliseconds each"}. The
+recording holds {", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"}.
 
 {driver.table(" | ".join(head), rows)}
 
@@ -186,8 +191,13 @@ _PAIRS = (
     ("sockets", "netfold"),
     ("netfold", "recorded"),
     ("netfold", "tuned"),
+    ("netfold", "staged"),
     *(("netfold", side) for side in ALGORITHMS),
 )
+
+
+def _has_mps() -> bool:
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def _choices(said: dict[str, str]) -> list[list[str]]:
@@ -203,7 +213,7 @@ def _trained(trained: dict[str, Any], said: dict[str, str]) -> list[list[str]]:
     rows = []
     for side, losses in trained.items():
         version = re.search(r"NCCL version ([^\s]+)", said[side])
-        networks = sorted(set(re.findall(r"Using network (\S+)", said[side])))
+        networks = sorted(set(re.findall(r"via (NET\S+|COLLNET\S+)", said[side])))
         rows.append([side, version[1] if version else "?", " ".join(networks), repr(losses[0][-1])])
     return rows
 
