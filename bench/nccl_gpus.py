@@ -5,12 +5,13 @@
 The sides: netfold's network; NCCL's own sockets; netfold's network with a recording, which is read afterwards; with the
 tuner, by the model's table for the link of --latency-us and --bytes-per-s, which `netfold doctor check` measures; with
 messages in the GPU's memory, which the plugin copies (NETFOLD_NCCL_CUDA=staged), where NCCL's kernels otherwise write
-into the host's; and with a switch, once for each of NCCL's CollNet algorithms. Each side also trains a small model by DDP. NCCL's log of
-that launch says which network and which algorithms were used.
+into the host's; and with a switch, once for each of NCCL's CollNet algorithms. Each side also trains a small model by
+DDP. NCCL's log of that launch says which network and which algorithms were used.
 
 Each rank counts as a host of its own (NCCL_HOSTID), without peer access and shared memory: NCCL sends everything over
-its network. Without CUDA's MPS (nvidia-cuda-mps-control -d) the processes use the GPU in turns, and the times of small
-tensors are those of the turns. NCCL 2.30 takes several ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE, an older one by NCCL_HOSTID.
+its network. NCCL 2.30 takes several ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE, an older one by NCCL_HOSTID alone.
+Without CUDA's MPS (nvidia-cuda-mps-control -d) the processes use the GPU in turns, and the times of small tensors are
+those of the turns.
 """
 
 from __future__ import annotations
