@@ -84,54 +84,44 @@ void Comm::post(const Request& request, int which, Kind kind, std::byte* data, s
   lane_.post(++posted_ << kCountShift | place, call);
 }
 
-Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, Staging* gpu) {
+Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, std::shared_ptr<Mirror> mirror) {
   const std::lock_guard lock(mutex_);
-  const bool is_staged = gpu != nullptr && bytes > 0;
-  if (is_staged && !has_room(bytes)) return nullptr;
+  StagedMessage message;
+  if (mirror != nullptr && bytes > 0) message = {std::move(mirror), reinterpret_cast<std::uintptr_t>(data), bytes};
   Request* request = free_request(1);
   if (request == nullptr) return nullptr;
-  if (is_staged) {
+  request->bytes_[0] = bytes;
+  if (message) {
+    data = message.data();
     try {
-      request->staged_[0] = gpu->fetch(reinterpret_cast<std::uintptr_t>(data), bytes);
+      message.fetch(bytes);
     } catch (...) {
-      request->count_ = request->left_ = 0;
+      end(*request);
       throw;
     }
-    data = request->staged_[0].data();
-    staged_bytes_ += bytes;
+    request->staged_[0] = std::move(message);
   }
-  request->bytes_[0] = bytes;
-  request->staged_bytes_ = is_staged ? bytes : 0;
   unposted_.push_back({request, data, bytes, tag});
   progress();
   return request;
 }
 
 Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* bytes, const int* tags,
-                             Staging* const* gpus) {
+                             const std::shared_ptr<Mirror>* mirrors) {
   const std::lock_guard lock(mutex_);
-  std::size_t staged = 0;
-  for (int i = 0; i < count; ++i) staged += gpus[i] == nullptr ? 0 : bytes[i];
-  if (staged > 0 && !has_room(staged)) return nullptr;
+  std::array<StagedMessage, kMaxReceives> staged{};
+  for (int i = 0; i < count; ++i) {
+    if (mirrors[i] == nullptr || bytes[i] == 0) continue;
+    StagedMessage& message = staged[static_cast<std::size_t>(i)];
+    message = {mirrors[i], reinterpret_cast<std::uintptr_t>(data[i]), bytes[i]};
+    message.expect();
+  }
   Request* request = free_request(count);
   if (request == nullptr) return nullptr;
-  std::array<std::byte*, kMaxReceives> into{};
-  try {
-    for (int i = 0; i < count; ++i) {
-      const auto which = static_cast<std::size_t>(i);
-      into[which] = static_cast<std::byte*>(data[i]);
-      if (gpus[i] == nullptr || bytes[i] == 0) continue;
-      request->staged_[which] = gpus[i]->expect(reinterpret_cast<std::uintptr_t>(data[i]), bytes[i]);
-      into[which] = request->staged_[which].data();
-    }
-  } catch (...) {
-    request->staged_ = {};
-    request->count_ = request->left_ = 0;
-    throw;
-  }
-  staged_bytes_ += request->staged_bytes_ = staged;
+  request->staged_ = std::move(staged);
   for (int i = 0; i < count; ++i) {
-    post(*request, i, Kind::receive, into[static_cast<std::size_t>(i)], bytes[i], tags[i]);
+    const StagedMessage& message = request->staged_[static_cast<std::size_t>(i)];
+    post(*request, i, Kind::receive, message ? message.data() : static_cast<std::byte*>(data[i]), bytes[i], tags[i]);
   }
   return request;
 }
@@ -149,12 +139,6 @@ bool Comm::test(Request& request, int* sizes) {
   }
   end(request);
   return true;
-}
-
-void Comm::end(Request& request) {
-  request.staged_ = {};
-  staged_bytes_ -= std::exchange(request.staged_bytes_, 0);
-  request.count_ = 0;
 }
 
 // The n-th message with a tag is the n-th send with it, so that none overtakes another.
@@ -175,7 +159,7 @@ void Comm::bring(Request& request) {
 
 bool Comm::is_copied(Request& request) {
   try {
-    return std::ranges::all_of(request.staged_, &Staging::Message::is_done);
+    return std::ranges::all_of(request.staged_, &StagedMessage::is_done);
   } catch (const device::CudaError& error) {
     fail(error.what());
     return false;
@@ -278,16 +262,17 @@ void Comm::leave() {
   lane_.mesh().cancel();
   unposted_.clear();
   const std::int64_t until_ns = now_ns() + kCopyNs;
-  try {
-    for (Request& request : requests_) {
-      while (std::ranges::any_of(request.staged_, &Staging::Message::is_copying)) {
+  for (Request& request : requests_) {
+    try {
+      while (std::ranges::any_of(request.staged_, &StagedMessage::is_copying)) {
         if (now_ns() >= until_ns) throw device::CudaError("it is not done after 5 s");
         std::this_thread::sleep_for(std::chrono::microseconds(50));
       }
-      end(request);
+    } catch (const device::CudaError& error) {
+      warn("a copy of a message with " + peer_ + " in memory of a GPU: " + error.what());
+      for (const StagedMessage& message : request.staged_) message.abandon();
     }
-  } catch (const device::CudaError& error) {
-    warn("a copy of a message with " + peer_ + " in memory of a GPU: " + error.what());
+    request.staged_ = {};
   }
 }
 

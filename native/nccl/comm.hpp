@@ -15,6 +15,7 @@
 #include <array>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -51,8 +52,7 @@ class Comm {
     int count_ = 0;  // of messages; 0: the request is free
     int left_ = 0;
     std::array<std::size_t, kMaxReceives> bytes_{};
-    std::array<Staging::Message, kMaxReceives> staged_{};
-    std::size_t staged_bytes_ = 0;
+    std::array<StagedMessage, kMaxReceives> staged_{};
   };
 
   // peer: how messages name the other end, "10.0.0.2:7301".
@@ -68,11 +68,12 @@ class Comm {
   const std::shared_ptr<transport::fabric::StreamMux>& fabric() const { return fabric_; }
   const std::string& peer() const { return peer_; }
 
-  // Borrow the memory until the request is done. gpu: whose memory it is; null: the host's. Null: all requests, or all
-  // pinned memory of the comm, are in use.
-  Request* send(std::byte* data, std::size_t bytes, int tag, Staging* gpu);
+  // Borrow the memory until the request is done. mirror: of the GPU's memory that holds it; null: it is the host's.
+  // Null: all requests are in use.
+  Request* send(std::byte* data, std::size_t bytes, int tag, std::shared_ptr<Mirror> mirror);
   // The n-th message with tags[n]; it may be shorter than bytes[n].
-  Request* receive(int count, void* const* data, const std::size_t* bytes, const int* tags, Staging* const* gpus);
+  Request* receive(int count, void* const* data, const std::size_t* bytes, const int* tags,
+                   const std::shared_ptr<Mirror>* mirrors);
   // True: the request is done and free. sizes: of the messages. Throws std::runtime_error once the comm has failed.
   bool test(Request& request, int* sizes);
 
@@ -98,8 +99,6 @@ class Comm {
   bool has_arrived();
 
  private:
-  // Pinned memory of the messages of one comm, which may take more only for one request.
-  static constexpr std::size_t kMaxStagedBytes = 32 << 20;
   static constexpr std::int64_t kCopyNs = 5'000'000'000;
   struct Unposted {
     Request* request;
@@ -108,12 +107,11 @@ class Comm {
     int tag;
   };
 
-  bool has_room(std::size_t bytes) const { return staged_bytes_ == 0 || staged_bytes_ + bytes <= kMaxStagedBytes; }
   void post_sends();
   void take_done();
   void bring(Request& request);
   bool is_copied(Request& request);
-  void end(Request& request);
+  void end(Request& request) { request.count_ = request.left_ = 0, request.staged_ = {}; }
   void fail(const std::string& why);
   Request* free_request(int count);
   void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag);
@@ -131,7 +129,6 @@ class Comm {
   collective::PointToPoint lane_;
   std::array<Request, kMaxRequests> requests_;
   std::deque<Unposted> unposted_;  // sends behind a copy to the host, at most kMaxRequests
-  std::size_t staged_bytes_ = 0;
   std::uint64_t posted_ = 0;
   bool has_unsent_ = false;
   std::string failure_;

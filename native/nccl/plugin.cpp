@@ -26,13 +26,13 @@ struct HeldListener {
 using Pending = std::shared_ptr<Connecting>;
 struct Registration {
   transport::Pipe::RegistrationLease lease;  // of a fabric
-  std::shared_ptr<Staging> gpu;              // null: memory of the host
+  std::shared_ptr<Mirror> mirror;            // null: memory of the host
 };
 
 Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
 
-Staging* gpu_of(void* registration) {
-  return registration == nullptr ? nullptr : static_cast<Registration*>(registration)->gpu.get();
+std::shared_ptr<Mirror> mirror_of(void* registration) {
+  return registration == nullptr ? nullptr : static_cast<Registration*>(registration)->mirror;
 }
 
 // --- the functions ---------------------------------------------------------------------------------------------------
@@ -113,7 +113,8 @@ Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void
   return guarded([&] {
     auto made = std::make_unique<Registration>();
     if (kind == kCudaPointer && Endpoint::instance().gpus() != nullptr) {
-      made->gpu = Endpoint::instance().gpus()->of(reinterpret_cast<std::uintptr_t>(data));
+      const auto address = reinterpret_cast<std::uintptr_t>(data);
+      made->mirror = std::make_shared<Mirror>(Endpoint::instance().gpus()->of(address), address, bytes);
     } else if (kind != kHostPointer) {
       return gpu_was_not_offered();
     } else if (const auto& fabric = comm_of(comm).fabric(); fabric != nullptr) {
@@ -139,7 +140,7 @@ Result send(void* comm, void* data, std::size_t bytes, int tag, void* registrati
   *request = nullptr;
   return guarded([&] {
     Endpoint::instance().check_switch();
-    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag, gpu_of(registration));
+    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag, mirror_of(registration));
     if (made != nullptr) made->events[0] = start_net_event(profiled, bytes, true);
     *request = made;
     return Result::success;
@@ -155,9 +156,9 @@ Result receive(void* comm, int count, void** data, const std::size_t* bytes, con
       throw std::invalid_argument(std::to_string(count) + " receives in one request; at most " +
                                   std::to_string(kMaxReceives) + " were offered");
     }
-    std::array<Staging*, kMaxReceives> gpus{};
-    std::transform(registrations, registrations + count, gpus.begin(), gpu_of);
-    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags, gpus.data());
+    std::array<std::shared_ptr<Mirror>, kMaxReceives> mirrors;
+    std::transform(registrations, registrations + count, mirrors.begin(), mirror_of);
+    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags, mirrors.data());
     for (int i = 0; made != nullptr && profiled != nullptr && i < count; ++i) {
       made->events[static_cast<std::size_t>(i)] = start_net_event(profiled[i], bytes[i], false);
     }

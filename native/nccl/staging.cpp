@@ -1,91 +1,83 @@
 #include "staging.hpp"
 
-#include <algorithm>
-#include <bit>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace netfold::nccl {
 
 using Entered = device::CudaProcess::Entered;
 
-Staging::Staging(std::shared_ptr<device::CudaProcess> process, std::shared_ptr<device::CudaDriver> driver)
+Gpu::Gpu(std::shared_ptr<device::CudaProcess> process, std::shared_ptr<device::CudaDriver> driver)
     : process_(std::move(process)), driver_(std::move(driver)) {
   const Entered entered(*process_, *driver_);
   out_ = process_->new_stream();
   in_ = process_->new_stream();
 }
 
-Staging::Message Staging::fetch(std::uint64_t address, std::size_t bytes) {
-  Message message = expect(address, bytes);
-  message.is_awaited_ = false;
-  const Entered entered(*process_, *driver_);
-  driver_->copy_to_host(out_, message.memory_, address, bytes);
-  message.copied_ = driver_->record(out_);
-  return message;
-}
-
-Staging::Message Staging::expect(std::uint64_t address, std::size_t bytes) {
-  Message message;
-  message.room_ = std::max(kLeastBytes, std::bit_ceil(bytes));
-  message.memory_ = memory_of(message.room_);
-  message.of_ = shared_from_this();
-  message.address_ = address;
-  message.is_awaited_ = true;
-  return message;
-}
-
-// Of the oldest only: copies of one direction end in their order.
-std::byte* Staging::memory_of(std::size_t room) {
-  const Entered entered(*process_, *driver_);
-  const std::lock_guard lock(mutex_);
-  auto& unused = unused_[room];
-  if (unused.empty() || (unused.front().copied != nullptr && !unused.front().copied->passed())) {
-    return process_->new_pinned(room);
+Mirror::Mirror(std::shared_ptr<Gpu> gpu, std::uint64_t address, std::size_t bytes)
+    : gpu_(std::move(gpu)), address_(address), bytes_(bytes) {
+  if (bytes > kMaxBytes) {
+    throw std::invalid_argument("NETFOLD_NCCL_CUDA=staged takes regions of up to " + std::to_string(kMaxBytes) +
+                                " bytes of a GPU's memory, not " + std::to_string(bytes));
   }
-  std::byte* memory = unused.front().memory;
-  unused.pop_front();
-  return memory;
-}
-
-Staging::Message& Staging::Message::operator=(Message&& other) noexcept {
-  give_back();
-  of_ = std::move(other.of_);
-  address_ = other.address_;
-  memory_ = std::exchange(other.memory_, nullptr);
-  room_ = other.room_;
-  is_awaited_ = other.is_awaited_;
-  copied_ = std::move(other.copied_);
-  return *this;
-}
-
-bool Staging::Message::is_copying() {
-  if (copied_ == nullptr) return false;
-  const Entered entered(*of_->process_, *of_->driver_);
-  if (!copied_->passed()) return true;
-  copied_ = nullptr;
-  return false;
-}
-
-void Staging::Message::bring(std::size_t bytes) {
-  if (bytes > 0) {
-    const Entered entered(*of_->process_, *of_->driver_);
-    of_->driver_->copy_to_device(of_->in_, address_, memory_, bytes);
-    copied_ = of_->driver_->record(of_->in_);
+  const Entered entered(*gpu_->process_, *gpu_->driver_);
+  const std::lock_guard lock(gpu_->mutex_);
+  if (const auto kept = gpu_->unused_.find(bytes); kept != gpu_->unused_.end()) {
+    memory_ = gpu_->unused_.extract(kept).mapped();
+  } else {
+    memory_ = gpu_->process_->new_pinned(bytes);
   }
+}
+
+Mirror::~Mirror() {
+  if (memory_ == nullptr) return;
+  const std::lock_guard lock(gpu_->mutex_);
+  gpu_->unused_.emplace(bytes_, memory_);
+}
+
+std::byte* Mirror::at(std::uint64_t address, std::size_t bytes) const {
+  if (address < address_ || address - address_ > bytes_ || bytes > bytes_ - (address - address_)) {
+    throw std::invalid_argument("a message of " + std::to_string(bytes) + " bytes is not in the " +
+                                std::to_string(bytes_) + " bytes of a GPU's memory that were registered");
+  }
+  return memory_ + (address - address_);
+}
+
+std::shared_ptr<const device::Event> Mirror::to_host(std::uint64_t address, std::size_t bytes) {
+  const Entered entered(*gpu_->process_, *gpu_->driver_);
+  gpu_->driver_->copy_to_host(gpu_->out_, at(address, bytes), address, bytes);
+  return gpu_->driver_->record(gpu_->out_);
+}
+
+std::shared_ptr<const device::Event> Mirror::to_gpu(std::uint64_t address, std::size_t bytes) {
+  const Entered entered(*gpu_->process_, *gpu_->driver_);
+  gpu_->driver_->copy_to_device(gpu_->in_, address, at(address, bytes), bytes);
+  return gpu_->driver_->record(gpu_->in_);
+}
+
+bool Mirror::passed(const device::Event& copied) const {
+  const Entered entered(*gpu_->process_, *gpu_->driver_);
+  return copied.passed();
+}
+
+void StagedMessage::fetch(std::size_t bytes) { copied_ = mirror_->to_host(address_, bytes); }
+
+void StagedMessage::bring(std::size_t bytes) {
+  if (bytes > 0) copied_ = mirror_->to_gpu(address_, bytes);
   is_awaited_ = false;
 }
 
-void Staging::Message::give_back() {
-  const auto of = std::move(of_);
-  if (of == nullptr) return;
-  const std::lock_guard lock(of->mutex_);
-  of->unused_[room_].push_back({memory_, std::move(copied_)});
+bool StagedMessage::is_copying() {
+  if (copied_ != nullptr && mirror_->passed(*copied_)) copied_ = nullptr;
+  return copied_ != nullptr;
 }
 
-std::shared_ptr<Staging> Gpus::of(std::uint64_t address) {
+std::shared_ptr<Gpu> Gpus::of(std::uint64_t address) {
   auto driver = process_->driver_of(address);
   const std::lock_guard lock(mutex_);
   auto& found = all_[driver];
-  if (found == nullptr) found = std::make_shared<Staging>(process_, std::move(driver));
+  if (found == nullptr) found = std::make_shared<Gpu>(process_, std::move(driver));
   return found;
 }
 

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,62 +15,79 @@
 
 namespace netfold::nccl {
 
-// One GPU: a stream for each direction, and the pinned memory of its messages, which is kept for later ones. Functions
-// throw device::CudaError. Thread-safe.
-class Staging : public std::enable_shared_from_this<Staging> {
+// One GPU, with a stream for each direction. Functions throw device::CudaError. Thread-safe.
+class Gpu {
  public:
   // Makes the streams.
-  Staging(std::shared_ptr<device::CudaProcess> process, std::shared_ptr<device::CudaDriver> driver);
-
-  // Pinned memory of a message, and the copy between it and the GPU. The memory may be used again once the copy is done,
-  // also where that is after the object's end.
-  class Message {
-   public:
-    Message() = default;
-    ~Message() { give_back(); }
-    Message(Message&& other) noexcept { *this = std::move(other); }
-    Message& operator=(Message&& other) noexcept;
-
-    explicit operator bool() const { return of_ != nullptr; }
-    std::byte* data() const { return memory_; }
-    bool is_copying();
-    // Whether the message is where it belongs.
-    bool is_done() { return !is_awaited_ && !is_copying(); }
-    // Begin the copy of the `bytes` that arrived to the GPU.
-    void bring(std::size_t bytes);
-
-   private:
-    friend class Staging;
-    void give_back();
-
-    std::shared_ptr<Staging> of_;
-    std::uint64_t address_ = 0;  // in the GPU
-    std::byte* memory_ = nullptr;
-    std::size_t room_ = 0;
-    bool is_awaited_ = false;
-    std::shared_ptr<const device::Event> copied_;  // null: no copy is under way
-  };
-
-  // Begin the copy of a message out of the GPU.
-  Message fetch(std::uint64_t address, std::size_t bytes);
-  // Room for a message to the GPU.
-  Message expect(std::uint64_t address, std::size_t bytes);
+  Gpu(std::shared_ptr<device::CudaProcess> process, std::shared_ptr<device::CudaDriver> driver);
 
  private:
-  static constexpr std::size_t kLeastBytes = 64 << 10;
-  struct Unused {
-    std::byte* memory;
-    std::shared_ptr<const device::Event> copied;  // null: no copy is under way
-  };
-
-  std::byte* memory_of(std::size_t room);
-
+  friend class Mirror;
   const std::shared_ptr<device::CudaProcess> process_;
   const std::shared_ptr<device::CudaDriver> driver_;
   device::StreamHandle out_ = nullptr;
   device::StreamHandle in_ = nullptr;
   std::mutex mutex_;
-  std::map<std::size_t, std::deque<Unused>> unused_;  // by room
+  std::multimap<std::size_t, std::byte*> unused_;  // pinned memory by its bytes
+};
+
+// Pinned memory as large as a registered region of a GPU's memory: a message's bytes have their place in both.
+//
+// It is there before any message: the driver may let an allocation wait for kernels that run, and NCCL's wait for their
+// messages. It is kept for later regions, since freeing it may wait, too.
+class Mirror {
+ public:
+  static constexpr std::size_t kMaxBytes = std::size_t{1} << 30;
+
+  // Throws std::invalid_argument for more than kMaxBytes.
+  Mirror(std::shared_ptr<Gpu> gpu, std::uint64_t address, std::size_t bytes);
+  ~Mirror();
+  Mirror(const Mirror&) = delete;
+  Mirror& operator=(const Mirror&) = delete;
+
+  // Begin a copy of `bytes` at an address in the GPU's memory. Throws std::invalid_argument outside of the region.
+  std::shared_ptr<const device::Event> to_host(std::uint64_t address, std::size_t bytes);
+  std::shared_ptr<const device::Event> to_gpu(std::uint64_t address, std::size_t bytes);
+  bool passed(const device::Event& copied) const;
+  // A copy did not end: no later region gets the memory.
+  void abandon() { memory_ = nullptr; }
+  // The place of the bytes at an address. Throws std::invalid_argument outside of the region.
+  std::byte* at(std::uint64_t address, std::size_t bytes) const;
+
+ private:
+  const std::shared_ptr<Gpu> gpu_;
+  const std::uint64_t address_;
+  const std::size_t bytes_;
+  std::byte* memory_ = nullptr;
+};
+
+// The copy of one message. Keeps the mirror: where a job fails, NCCL takes a registration back while requests are open.
+class StagedMessage {
+ public:
+  // A message in the host's memory: there is nothing to copy.
+  StagedMessage() = default;
+  StagedMessage(std::shared_ptr<Mirror> mirror, std::uint64_t address, std::size_t bytes)
+      : mirror_(std::move(mirror)), address_(address), data_(mirror_->at(address, bytes)) {}
+
+  explicit operator bool() const { return mirror_ != nullptr; }
+  std::byte* data() const { return data_; }
+  // Begin the copy of a message that is to be sent.
+  void fetch(std::size_t bytes);
+  // From now on the message is done only after `bring`, which begins the copy of the `bytes` that arrived.
+  void expect() { is_awaited_ = true; }
+  void bring(std::size_t bytes);
+  bool is_copying();
+  bool is_done() { return !is_awaited_ && !is_copying(); }
+  void abandon() const {
+    if (copied_ != nullptr) mirror_->abandon();
+  }
+
+ private:
+  std::shared_ptr<Mirror> mirror_;
+  std::uint64_t address_ = 0;
+  std::byte* data_ = nullptr;
+  bool is_awaited_ = false;
+  std::shared_ptr<const device::Event> copied_;  // null: no copy is under way
 };
 
 // The GPUs of a process.
@@ -79,12 +95,12 @@ class Gpus {
  public:
   // Throws std::runtime_error where there are none.
   Gpus() : process_(device::CudaProcess::open("libcuda.so.1")) {}
-  std::shared_ptr<Staging> of(std::uint64_t address);
+  std::shared_ptr<Gpu> of(std::uint64_t address);
 
  private:
   const std::shared_ptr<device::CudaProcess> process_;
   std::mutex mutex_;
-  std::map<std::shared_ptr<device::CudaDriver>, std::shared_ptr<Staging>> all_;
+  std::map<std::shared_ptr<device::CudaDriver>, std::shared_ptr<Gpu>> all_;
 };
 
 }  // namespace netfold::nccl

@@ -8,7 +8,7 @@
 // `fake_fault`: a stream or event used with another current context than its own; an event queried or waited for before
 // it was recorded (CUDA says: done); a copy of memory that is not the device's, or of host memory that is not pinned
 // (CUDA would block); unpinned memory of a copy that is still to come; a query while a graph is captured, by a thread
-// that is not in the relaxed mode.
+// that is not in the relaxed mode; pinned memory allocated while a kernel runs (CUDA may wait for the kernel).
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -55,7 +55,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static Context contexts[DEVICES];
 static Range ranges[RANGES];
-static int range_count, held, capturing;
+static int range_count, held, capturing, computing;
 static long copies_done[2];
 static char fault_text[400], fail_name[60];
 static long fail_after = -1;
@@ -268,6 +268,7 @@ static int allocate(void** memory, size_t bytes) {
   int error = enter("cuMemHostAlloc", current);
   if (error) return error;
   if (!current) return fault(INVALID_CONTEXT, "cuMemHostAlloc without a context");
+  if (computing) return fault(NOT_READY, "cuMemHostAlloc waits for a kernel that runs");
   *memory = aligned_alloc(PAGE, (bytes + PAGE - 1) / PAGE * PAGE);
   return own((uintptr_t)*memory, bytes, -1);
 }
@@ -341,6 +342,8 @@ static int set(int* value, int to) {
 int fake_release(void) { LOCKED(set(&held, 0)) }
 int fake_set_hangs(int device, int hangs) { LOCKED(set(&contexts[device].hangs, hangs)) }
 int fake_set_capturing(int on) { LOCKED(set(&capturing, on)) }
+// Kernels run until it is off.
+int fake_set_computing(int on) { LOCKED(set(&computing, on)) }
 
 // Have the call of `name` after `after` others of it fail with `code`, and all later calls of that device.
 static int fail(const char* name, long after, int code) {
@@ -387,7 +390,7 @@ int fake_reset(void) {
   pthread_mutex_lock(&lock);
   fault_text[0] = fail_name[0] = 0;
   fail_after = -1;
-  held = capturing = range_count = 0;
+  held = capturing = computing = range_count = 0;
   copies_done[0] = copies_done[1] = 0;
   for (int i = 0; i < DEVICES; ++i) contexts[i].broken = contexts[i].hangs = 0;
   for (int i = 0; i < stream_count; ++i) streams[i]->ends = 1;
