@@ -150,8 +150,8 @@ def _measure(logs: Path, limit_s: float, name: str, options: Sequence[str], *, r
         return Outcome("not run", "torch finds no CUDA device here.")
     if ended or not page.exists():
         return _failed(ended, limit_s, log)
-    _, _, body = page.read_text().partition("\n\n")
-    return Outcome("done", f"`{shlex.join(command[1:])}`\n\n{body.strip()}")
+    _, _, body = page.read_text().partition("\n\n")  # which begins with the command
+    return Outcome("done", body.strip())
 
 
 def _recipe(logs: Path, limit_s: float, name: str, device: str, recipe_s: float) -> Outcome:
@@ -183,7 +183,8 @@ def _recipe(logs: Path, limit_s: float, name: str, device: str, recipe_s: float)
     table = markdown(
         ["steps", "samples a second, without the first quarter (5% .. 95%)", "first loss", "last loss"], [row]
     )
-    return Outcome("done", f"`netfold {shlex.join(words)}`\n\n" + "\n".join(table))
+    shown = shlex.join(words).replace(f"{ROOT}/", "").replace(folder, "FOLDER")
+    return Outcome("done", f"`netfold {shown}`\n\n" + "\n".join(table))
 
 
 def _bounded(

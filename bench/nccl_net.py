@@ -98,7 +98,7 @@ def collnet(rounds: int = 10, launches: int = 3, size: int = 16 << 20) -> str:
 under way, as NCCL gives memory that it did not register; the ring over the plugin in pieces of 512 KB. Time of rank 0,
 bytes that its eth0 sent. c = P: the switch's link is as wide as those of all hosts; c = 1: as that of one. {rounds}
 rounds in each of {launches} launches, the sides in turns; 5% .. 95%, goals in parentheses. {os.cpu_count()} cores
-carry all hosts and the switch: at 8 hosts of 1 Gbit/s they decide, and not the links.
+carry all hosts and the switch.
 
 {driver.table(head, rows)}"""
 
