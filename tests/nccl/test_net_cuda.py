@@ -17,7 +17,7 @@ import pytest
 from breaking import breaking, hang_up
 from fabrics import need_libfabric
 from load import seconds
-from nccl.loader import CUDA, HOST, VERSIONS, WARN, NcclError, Plugin
+from nccl.loader import CUDA, HOST, MAX_REQUESTS, VERSIONS, WARN, NcclError, Plugin
 from nccl.test_net import ENV, exchange, pattern
 from ranks import run_ranks, values
 
@@ -31,16 +31,20 @@ UNUSED = "NETFOLD_NCCL_CUDA=staged is not used, and NCCL copies itself: CUDA's d
 SIZES = (0, 1, 4096, (64 << 10) + 1, 512 << 10, 3_000_017)
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+def built(folder: Path, *flags: str) -> str:
     """A library of the driver's name: the plugin opens the one that the process has loaded."""
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("the fake CUDA driver cannot be built: no C compiler is on the PATH")
-    path = str(tmp_path_factory.mktemp("cuda") / "libcuda.so.1")
-    flags = ["-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
+    path = str(folder / "libcuda.so.1")
+    flags = ("-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1", *flags)
     subprocess.run([compiler, *flags, "-o", path, str(SOURCE)], check=True, timeout=60)
     return path
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return built(tmp_path_factory.mktemp("cuda"))
 
 
 class Gpu:
@@ -277,6 +281,101 @@ def test_a_comm_closes_after_its_copies(driver: str) -> None:
     values(run_ranks(closes, 2, driver, env=STAGED))
 
 
+def closes_receiver(rank: int, size: int, folder: str, driver: str) -> None:
+    """closeRecv returns after the last copy: what came later would be written to memory that NCCL freed."""
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    if rank == 1:
+        plugin.wait(plugin.send(to, pattern(100_000, 1)))
+    else:
+        into = gpu.holds(np.zeros(100_000, np.uint8))
+        held = plugin.register(back, into, CUDA)
+        gpu.hangs(True)
+        received = plugin.receive(back, [into], registrations=[held])
+        until = time.monotonic() + seconds(20)
+        while not gpu.calls.fake_queries(0):  # then its copy has begun
+            assert received is not None and plugin.test(received) is None and time.monotonic() < until
+        assert plugin.table.deregister_memory(back, held) == 0
+        closed = threading.Event()
+        closing = threading.Thread(target=lambda: (plugin.close(receive=back), closed.set()))
+        closing.start()
+        assert not closed.wait(0.3) and not into.any()
+        gpu.hangs(False)
+        assert closed.wait(seconds(10)) and gpu.copies() == (0, 1)
+        closing.join()
+        assert np.array_equal(into, pattern(100_000, 1))
+        gpu.no_fault()
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 60)
+    plugin.close(to, back if rank == 1 else None)
+
+
+def test_a_receiving_comm_closes_after_its_copies(driver: str) -> None:
+    values(run_ranks(closes_receiver, 2, driver, env=STAGED))
+
+
+def hangs(rank: int, size: int, folder: str, driver: str, ends: bool) -> list[str]:
+    """A comm closes while the GPU copies. No later region gets the pinned memory of a copy that did not end."""
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    if rank == 0:
+        ours, later = gpu.holds(pattern(100_000, 0)), gpu.holds(np.zeros(100_000, np.uint8))
+        held = plugin.register(to, ours, CUDA)
+        gpu.hangs(not ends)
+        plugin.send(to, ours, registration=held)
+        plugin.close(to)
+        assert plugin.table.deregister_memory(to, held) == 0
+        gpu.computes(True)  # a new allocation fails
+        if ends:
+            plugin.register(back, later, CUDA)
+        else:
+            with pytest.raises(NcclError, match="cuMemHostAlloc"):
+                plugin.register(back, later, CUDA)
+        gpu.computes(False)
+        gpu.hangs(False)
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 60)
+    plugin.close(to if rank == 1 else None, back)
+    return [text for level, text in plugin.log if level == WARN and "is not done after 5 s" in text]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_pinned_memory_of_a_copy_that_hangs_is_not_used_again(driver: str, ends: bool) -> None:
+    said, _ = values(run_ranks(hangs, 2, driver, ends, env=STAGED))
+    assert len(said) == (0 if ends else 1)
+    assert all("a copy of a message with" in each and "in memory of a GPU" in each for each in said)
+
+
+def full(rank: int, size: int, folder: str, driver: str) -> None:
+    """All requests wait for a GPU that copies nothing: NCCL is to call again, and then loses no message."""
+    gpu, plugin, store = Gpu(driver), Plugin(), FileStore(folder)
+    to, back = exchange(plugin, rank, folder)
+    parts = gpu.holds(pattern(100 * (MAX_REQUESTS + 1), 3)).reshape(-1, 100)
+    if rank == 0:
+        held = plugin.register(to, parts, CUDA)
+        gpu.hangs(True)
+        sends = [plugin.send(to, each, registration=held) for each in parts]
+        assert None not in sends[:-1] and sends[-1] is None
+        assert all(plugin.test(each) is None for each in sends[:-1] if each)
+        gpu.hangs(False)
+        plugin.wait(*sends[:-1])
+        plugin.wait(plugin.send(to, parts[-1], registration=held))
+        assert gpu.copies() == (len(parts), 0)
+    else:
+        into = np.zeros(100, np.uint8)
+        for each in parts:
+            plugin.wait(plugin.receive(back, [into]))
+            assert np.array_equal(into, each)
+    store.set(f"done/{rank}", b"")
+    store.get(f"done/{1 - rank}", 60)
+    gpu.no_fault()
+    plugin.close(to, back)
+
+
+def test_a_send_beyond_all_requests_is_asked_for_again(driver: str) -> None:
+    values(run_ranks(full, 2, driver, env=STAGED))
+
+
 def offered(rank: int, size: int, folder: str, driver: str, environment: dict[str, str]) -> tuple[int, list[Any]]:
     os.environ.update(environment)
     if driver:
@@ -302,6 +401,13 @@ def test_memory_of_a_gpu_is_offered_only_where_asked_for(driver: str, staged: di
 def test_without_a_gpu_one_line_says_why(driver: str) -> None:
     ((pointers, log),) = values(run_ranks(offered, 1, driver, {"FAKE_CUDA_DEVICES": "0"}, env=STAGED))
     assert pointers == HOST and (WARN, f"{UNUSED} libcuda.so.1 finds no device") in log
+
+
+def test_without_a_function_one_line_says_why(tmp_path: Path) -> None:
+    driver = built(tmp_path, "-DcuStreamCreate=renamed")
+    ((pointers, log),) = values(run_ranks(offered, 1, driver, {}, env=STAGED))
+    (why,) = [text for level, text in log if level == WARN]
+    assert pointers == HOST and why.startswith(f"{UNUSED} libcuda.so.1") and "cuStreamCreate" in why
 
 
 @pytest.mark.skipif(has_cuda(), reason="needs a machine without CUDA's driver")
