@@ -39,18 +39,23 @@ std::shared_ptr<CudaDriver> CudaDriver::over(const Find& find, const std::string
   return std::shared_ptr<CudaDriver>(new CudaDriver(find, name, device));
 }
 
-CudaDriver::CudaDriver(const Find& find, const std::string& name, int device) {
-  const CudaFunctions load{find, name};
-  load(functions_.get_device, "cuDeviceGet");
-  load(functions_.retain_context, "cuDevicePrimaryCtxRetain");
-  load(functions_.set_context, "cuCtxSetCurrent");
-  load(functions_.copy_to_host, "cuMemcpyDtoHAsync_v2");
-  load(functions_.copy_to_device, "cuMemcpyHtoDAsync_v2");
-  load(functions_.create_event, "cuEventCreate");
-  load(functions_.record_event, "cuEventRecord");
-  load(functions_.query_event, "cuEventQuery");
-  load(functions_.wait_event, "cuStreamWaitEvent");
-  load(functions_.error_string, "cuGetErrorString");
+CudaDriver::Functions CudaDriver::load(const Find& find, const std::string& name) {
+  Functions functions{};
+  const CudaFunctions into{find, name};
+  into(functions.get_device, "cuDeviceGet");
+  into(functions.retain_context, "cuDevicePrimaryCtxRetain");
+  into(functions.set_context, "cuCtxSetCurrent");
+  into(functions.copy_to_host, "cuMemcpyDtoHAsync_v2");
+  into(functions.copy_to_device, "cuMemcpyHtoDAsync_v2");
+  into(functions.create_event, "cuEventCreate");
+  into(functions.record_event, "cuEventRecord");
+  into(functions.query_event, "cuEventQuery");
+  into(functions.wait_event, "cuStreamWaitEvent");
+  into(functions.error_string, "cuGetErrorString");
+  return functions;
+}
+
+CudaDriver::CudaDriver(const Find& find, const std::string& name, int device) : functions_(load(find, name)) {
   int number = 0;
   check(functions_.get_device(&number, device), "cuDeviceGet");
   check(functions_.retain_context(&context_, number), "cuDevicePrimaryCtxRetain");

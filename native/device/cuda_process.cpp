@@ -16,6 +16,7 @@ std::shared_ptr<CudaProcess> CudaProcess::open(const std::string& library) {
 }
 
 CudaProcess::CudaProcess(const CudaDriver::Find& find, const std::string& name) : find_(find), name_(name) {
+  CudaDriver::require(find, name);
   const CudaFunctions load{find, name};
   load(functions_.init, "cuInit");
   load(functions_.count_devices, "cuDeviceGetCount");

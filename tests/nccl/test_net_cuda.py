@@ -17,6 +17,7 @@ import pytest
 from breaking import breaking, hang_up
 from fabrics import need_libfabric
 from load import seconds
+from nccl.collnet_loader import CollNet
 from nccl.loader import CUDA, HOST, MAX_REQUESTS, VERSIONS, WARN, NcclError, Plugin
 from nccl.test_net import ENV, exchange, pattern
 from ranks import run_ranks, values
@@ -398,16 +399,28 @@ def test_memory_of_a_gpu_is_offered_only_where_asked_for(driver: str, staged: di
     assert pointers == HOST and all(level != WARN for level, _ in log)
 
 
+def added_in_a_switch(rank: int, size: int, folder: str, driver: str) -> list[int]:
+    Gpu(driver)
+    assert Plugin().devices()[0].pointers == HOST | CUDA
+    return [each.pointers for each in CollNet().devices()]
+
+
+def test_collnet_offers_memory_of_the_host_only(driver: str) -> None:
+    env = {**STAGED, "NETFOLD_SWITCH": "127.0.0.1:1"}
+    assert values(run_ranks(added_in_a_switch, 1, driver, env=env)) == [[HOST]]
+
+
 def test_without_a_gpu_one_line_says_why(driver: str) -> None:
     ((pointers, log),) = values(run_ranks(offered, 1, driver, {"FAKE_CUDA_DEVICES": "0"}, env=STAGED))
     assert pointers == HOST and (WARN, f"{UNUSED} libcuda.so.1 finds no device") in log
 
 
-def test_without_a_function_one_line_says_why(tmp_path: Path) -> None:
-    driver = built(tmp_path, "-DcuStreamCreate=renamed")
+@pytest.mark.parametrize("function", ["cuStreamCreate", "cuMemcpyHtoDAsync_v2"])
+def test_without_a_function_one_line_says_why(tmp_path: Path, function: str) -> None:
+    driver = built(tmp_path, f"-D{function}=renamed")
     ((pointers, log),) = values(run_ranks(offered, 1, driver, {}, env=STAGED))
     (why,) = [text for level, text in log if level == WARN]
-    assert pointers == HOST and why.startswith(f"{UNUSED} libcuda.so.1") and "cuStreamCreate" in why
+    assert pointers == HOST and why.startswith(f"{UNUSED} libcuda.so.1") and f"has no {function}" in why
 
 
 @pytest.mark.skipif(has_cuda(), reason="needs a machine without CUDA's driver")

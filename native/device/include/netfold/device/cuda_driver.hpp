@@ -43,6 +43,8 @@ class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
   static Find find_in(const std::string& library);
   // The same with the functions that `find` returns. `name`: of their library.
   static std::shared_ptr<CudaDriver> over(const Find& find, const std::string& name, int device);
+  // Throws the std::runtime_error that `over` would for an absent function. Calls none.
+  static void require(const Find& find, const std::string& name) { load(find, name); }
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
 
@@ -74,12 +76,13 @@ class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
     ErrorString error_string;
   };
 
+  static Functions load(const Find& find, const std::string& name);
   CudaDriver(const Find& find, const std::string& name, int device);
   void check(Result result, const char* function) const { check_cuda(result, function, functions_.error_string); }
   bool passed(EventHandle event) const;
   void give_back(EventHandle event);
 
-  Functions functions_{};
+  const Functions functions_;
   Context context_ = nullptr;
   std::mutex mutex_;
   // Events that nothing refers to. As many as were ever in use at a time; they live as long as the process.
