@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace netfold::nccl {
@@ -23,17 +24,20 @@ Mirror::Mirror(std::shared_ptr<Gpu> gpu, std::uint64_t address, std::size_t byte
   }
   const Entered entered(*gpu_->process_, *gpu_->driver_);
   const std::lock_guard lock(gpu_->mutex_);
-  if (const auto kept = gpu_->unused_.find(bytes); kept != gpu_->unused_.end()) {
-    memory_ = gpu_->unused_.extract(kept).mapped();
+  const auto kept = gpu_->unused_.lower_bound(bytes);
+  if (kept != gpu_->unused_.end() && kept->first / 2 <= bytes) {
+    std::tie(room_, memory_) = *kept;
+    gpu_->unused_.erase(kept);
   } else {
+    room_ = bytes;
     memory_ = gpu_->process_->new_pinned(bytes);
   }
 }
 
 Mirror::~Mirror() {
-  if (memory_ == nullptr) return;
+  if (is_abandoned_) return;
   const std::lock_guard lock(gpu_->mutex_);
-  gpu_->unused_.emplace(bytes_, memory_);
+  gpu_->unused_.emplace(room_, memory_);
 }
 
 std::byte* Mirror::at(std::uint64_t address, std::size_t bytes) const {
@@ -45,15 +49,25 @@ std::byte* Mirror::at(std::uint64_t address, std::size_t bytes) const {
 }
 
 std::shared_ptr<const device::Event> Mirror::to_host(std::uint64_t address, std::size_t bytes) {
-  const Entered entered(*gpu_->process_, *gpu_->driver_);
-  gpu_->driver_->copy_to_host(gpu_->out_, at(address, bytes), address, bytes);
-  return gpu_->driver_->record(gpu_->out_);
+  std::byte* memory = at(address, bytes);
+  return begin(gpu_->out_, [&] { gpu_->driver_->copy_to_host(gpu_->out_, memory, address, bytes); });
 }
 
 std::shared_ptr<const device::Event> Mirror::to_gpu(std::uint64_t address, std::size_t bytes) {
+  const std::byte* memory = at(address, bytes);
+  return begin(gpu_->in_, [&] { gpu_->driver_->copy_to_device(gpu_->in_, address, memory, bytes); });
+}
+
+template <class Copy>
+std::shared_ptr<const device::Event> Mirror::begin(device::StreamHandle stream, Copy copy) {
   const Entered entered(*gpu_->process_, *gpu_->driver_);
-  gpu_->driver_->copy_to_device(gpu_->in_, address, at(address, bytes), bytes);
-  return gpu_->driver_->record(gpu_->in_);
+  try {
+    copy();
+    return gpu_->driver_->record(stream);
+  } catch (const device::CudaError&) {
+    abandon();  // a copy may be under way that no event shows
+    throw;
+  }
 }
 
 bool Mirror::passed(const device::Event& copied) const {

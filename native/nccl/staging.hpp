@@ -28,13 +28,13 @@ class Gpu {
   device::StreamHandle out_ = nullptr;
   device::StreamHandle in_ = nullptr;
   std::mutex mutex_;
-  std::multimap<std::size_t, std::byte*> unused_;  // pinned memory by its bytes
+  std::multimap<std::size_t, std::byte*> unused_;  // pinned memory, by its size
 };
 
 // Pinned memory as large as a registered region of a GPU's memory: a message's bytes have their place in both.
 //
 // It is there before any message: the driver may let an allocation wait for kernels that run, and NCCL's wait for their
-// messages. It is kept for later regions, since freeing it may wait, too.
+// messages. It is kept for later regions of at least half its size, since freeing it may wait, too.
 class Mirror {
  public:
   static constexpr std::size_t kMaxBytes = std::size_t{1} << 30;
@@ -50,7 +50,7 @@ class Mirror {
   std::shared_ptr<const device::Event> to_gpu(std::uint64_t address, std::size_t bytes);
   bool passed(const device::Event& copied) const;
   // A copy did not end: no later region gets the memory.
-  void abandon() { memory_ = nullptr; }
+  void abandon() { is_abandoned_ = true; }
   // The place of the bytes at an address. Throws std::invalid_argument outside of the region.
   std::byte* at(std::uint64_t address, std::size_t bytes) const;
 
@@ -58,7 +58,12 @@ class Mirror {
   const std::shared_ptr<Gpu> gpu_;
   const std::uint64_t address_;
   const std::size_t bytes_;
+  template <class Copy>
+  std::shared_ptr<const device::Event> begin(device::StreamHandle stream, Copy copy);
+
+  std::size_t room_ = 0;  // of memory_: bytes_ or more
   std::byte* memory_ = nullptr;
+  bool is_abandoned_ = false;
 };
 
 // The copy of one message. Keeps the mirror: where a job fails, NCCL takes a registration back while requests are open.
