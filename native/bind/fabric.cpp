@@ -130,7 +130,7 @@ bool put_all(FabricStream& self, std::uintptr_t address, std::size_t bytes, std:
   const iovec chunk{reinterpret_cast<void*>(address), bytes};
   bool is_taken = false;
   const auto put = [&] {
-    if (!is_taken) is_taken = mux->put(stream, {&chunk, 1}, name) > 0;
+    if (!is_taken) is_taken = mux->put(stream, {&chunk, 1}, name, nullptr) > 0;
     if (is_taken && mux->bytes_in_flight(stream) == 0) return true;
     throw_if_failed(self);
     return false;
@@ -234,7 +234,8 @@ void bind_fabric(nb::module_& m) {
       .def(
           "post_receive",
           [](FabricStream& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
-            return opened(self).mux->post_receive(self.stream, name, reinterpret_cast<std::byte*>(address), bytes);
+            return opened(self).mux->post_receive(self.stream, name, reinterpret_cast<std::byte*>(address), bytes,
+                                                  nullptr);
           },
           "name"_a, "address"_a, "bytes"_a, "Set the memory for the chunk that the peer will put under `name`.")
       .def("put", &put_all, "address"_a, "bytes"_a, "name"_a, "timeout_ns"_a,

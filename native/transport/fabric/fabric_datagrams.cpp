@@ -40,7 +40,8 @@ FabricDatagrams::FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t
   const std::size_t bytes = (sends + receives) * stride;
   memory_ = Mapping::anonymous(bytes);
   if (!memory_) throw Error("no memory for packets over a fabric: " + std::to_string(bytes) + " bytes");
-  if (limits.needs_registration) registration_ = endpoint_->register_memory(memory_.data(), bytes, Access::messages);
+  if (limits.needs_registration)
+    registration_ = endpoint_->register_memory(memory_.data(), bytes, Access::messages, Memory());
   send_buffers_.resize(sends);
   receive_buffers_.resize(receives);
   std::byte* next = memory_.data();

@@ -201,9 +201,9 @@ bool FabricPipe::is_posted(std::uint64_t name) {
   return is_linked_ && mux().is_posted(stream_, name);
 }
 
-Pipe::Io FabricPipe::put(std::span<const iovec> pieces, std::uint64_t name) {
+Pipe::Io FabricPipe::put(std::span<const iovec> pieces, std::uint64_t name, GpuMemory* gpu) {
   if (open() && !is_up()) advance();
-  return sent(is_linked_ ? mux().put(stream_, pieces, name) : 0);
+  return sent(is_linked_ ? mux().put(stream_, pieces, name, gpu) : 0);
 }
 
 Pipe::Io FabricPipe::sent(std::size_t bytes) {

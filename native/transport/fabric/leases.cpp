@@ -18,6 +18,61 @@ Pipe::RegistrationLease StreamMux::lease(std::byte* data, std::size_t bytes, Reg
   return {held, &held->uses};
 }
 
+Pipe::GpuLease StreamMux::lease_gpu(std::byte* data, std::size_t bytes, const Memory& memory) {
+  RegistrationCache::GpuEntry* made = locked([&] {
+    const std::string why = grants_.gpu_obstacle();
+    if (!why.empty()) throw Error(state_.provider() + " takes no memory of GPUs: " + why);
+    if (state_.rails.empty()) throw Error("the endpoint of " + state_.provider() + " was closed");
+    return cache_.add_gpu(data, bytes, memory);
+  });
+  return Pipe::GpuLease(made, [mux = shared_from_this()](RegistrationCache::GpuEntry* entry) {
+    if (mux->pid_ != getpid()) return;  // a child of fork: the registration belongs to its parent
+    mux->locked([&] { mux->cache_.end_gpu(entry); });
+  });
+}
+
+std::shared_ptr<GpuFlush> StreamMux::flush(Pipe::GpuMemory& memory, std::byte* at) {
+  std::lock_guard lock(mutex_);
+  auto& entry = static_cast<RegistrationCache::GpuEntry&>(memory);
+  if (entry.registration == nullptr) throw Error("the endpoint of " + state_.provider() + " was closed");
+  if (flush_registration_ == nullptr) {
+    Endpoint& endpoint = *state_.rails.front();
+    flush_memory_ = map_buffers(1);
+    flush_registration_ = endpoint.register_memory(flush_memory_.data(), 1, Access::writes, Memory());
+    const auto name = endpoint.name();
+    const std::string text(reinterpret_cast<const char*>(name.data()), name.size());
+    const auto known = peers_.front().find(text);
+    self_ =
+        known != peers_.front().end() ? known->second : peers_.front().emplace(text, endpoint.add(name)).first->second;
+  }
+  auto flush = std::make_shared<GpuFlush>();
+  flush->entry = &entry;
+  flush->of = {entry.registration->address(at), entry.registration->key()};
+  ++entry.users;
+  flushes_.push_back(flush);
+  return flush;
+}
+
+bool StreamMux::is_flushed(GpuFlush& flush) {
+  std::lock_guard lock(mutex_);
+  if (!flush.is_begun && flush.entry != nullptr) {
+    Endpoint& endpoint = *state_.rails.front();
+    const auto taken =
+        endpoint.read(self_, flush_memory_.data(), 1, flush_registration_->descriptor(), flush.of, &flush);
+    flush.is_begun = taken == Endpoint::Taken::yes;
+    if (taken == Endpoint::Taken::never) end_flush(flush, "reading memory of a GPU was refused: " + endpoint.why());
+  }
+  if (flush.entry != nullptr) progress();
+  if (!flush.failure.empty()) throw Error(flush.failure);
+  return flush.entry == nullptr;
+}
+
+void StreamMux::end_flush(GpuFlush& flush, const std::string& failure) {
+  if (!failure.empty()) flush.failure = state_.provider() + ": " + failure;
+  cache_.release(std::exchange(flush.entry, nullptr));
+  flushes_.remove_if([&](const auto& each) { return each.get() == &flush; });
+}
+
 Pipe::Scratch StreamMux::scratch(std::size_t bytes) {
   ScratchBlock block = locked([&] { return take_scratch(std::bit_ceil(bytes)); });
   std::byte* const data = block.memory.data();

@@ -99,7 +99,8 @@ Info get_info(const fi_info* hints, const char* source = nullptr) {
 // provider: empty for any.
 // writes: also require RMA.
 // in_order: also require that messages arrive after earlier writes.
-Info hints_for(const std::string& provider, bool writes, bool in_order = false) {
+// gpus: also require RMA from, into and of memory of GPUs.
+Info hints_for(const std::string& provider, bool writes, bool in_order = false, Gpus gpus = Gpus::unused) {
   Info hints(library().dupinfo(nullptr));
   if (hints == nullptr) throw Error("libfabric has no memory left");
   hints->caps = FI_TAGGED | FI_SEND | FI_RECV;
@@ -112,6 +113,10 @@ Info hints_for(const std::string& provider, bool writes, bool in_order = false) 
   hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  if (gpus == Gpus::wanted) {
+    hints->caps |= FI_HMEM | FI_READ | FI_REMOTE_READ;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
   if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
   return hints;
 }
@@ -188,7 +193,8 @@ class LibfabricRegistration final : public Registration {
 class LibfabricEndpoint final : public Endpoint {
  public:
   // host: the address of the interface; empty for a provider without such addresses.
-  LibfabricEndpoint(Info info, const std::string& host, bool in_order);
+  // gpus: of the hints that led to `info`.
+  LibfabricEndpoint(Info info, const std::string& host, bool in_order, Gpus gpus);
 
   ~LibfabricEndpoint() override { LibfabricEndpoint::close(); }
   void close() override {
@@ -196,9 +202,12 @@ class LibfabricEndpoint final : public Endpoint {
     endpoint_.reset();
   }
   const Limits& limits() const override { return limits_; }
+  // Memory of GPUs was wanted, and this endpoint was opened without it.
+  void lacks_gpus(const std::string& why) { limits_.no_gpus = why; }
   std::vector<std::byte> name() const override;
   Peer add(std::span<const std::byte> name) override;
-  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override;
+  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access,
+                                                const Memory& memory) override;
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
              Work* work) override {
     const Watchdog::Call call(watch_);
@@ -215,6 +224,11 @@ class LibfabricEndpoint final : public Endpoint {
         limits_.orders_writes
             ? fi_write(endpoint_.get(), data, bytes, descriptor, to, into.address, into.key, work)
             : fi_writedata(endpoint_.get(), data, bytes, descriptor, number, to, into.address, into.key, work));
+  }
+  Taken read(Peer from, std::byte* into, std::size_t bytes, void* descriptor, const RemoteBuffer& of,
+             Work* work) override {
+    const Watchdog::Call call(watch_);
+    return taken(fi_read(endpoint_.get(), into, bytes, descriptor, from, of.address, of.key, work));
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     constexpr std::uint64_t kAnyTag = ~std::uint64_t{0};
@@ -234,6 +248,9 @@ class LibfabricEndpoint final : public Endpoint {
   static constexpr std::size_t kBatch = 32;
   static constexpr int kKeyTries = 8;
 
+  void ask_for_gpus();
+  int register_region(std::byte* data, std::size_t bytes, std::uint64_t allowed, const Memory& memory,
+                      std::uint64_t key, fid_mr** opened);
   std::uint64_t random_key() const;
   Taken taken(ssize_t result) {
     if (result == 0) return Taken::yes;
@@ -251,6 +268,7 @@ class LibfabricEndpoint final : public Endpoint {
   Info info_;
   std::string place_;
   Watchdog watch_;
+  const Gpus gpus_;
   Limits limits_;
   bool binds_registrations_ = false;      // FI_MR_ENDPOINT
   bool chooses_keys_ = false;             // netfold chooses the keys: no FI_MR_PROV_KEY
@@ -264,10 +282,11 @@ class LibfabricEndpoint final : public Endpoint {
   std::string why_;
 };
 
-LibfabricEndpoint::LibfabricEndpoint(Info info, const std::string& host, bool in_order)
+LibfabricEndpoint::LibfabricEndpoint(Info info, const std::string& host, bool in_order, Gpus gpus)
     : info_(std::move(info)),
       place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)),
-      watch_(as_text(info_->fabric_attr->prov_name)) {
+      watch_(as_text(info_->fabric_attr->prov_name)),
+      gpus_(gpus) {
   limits_.provider = as_text(info_->fabric_attr->prov_name);
   limits_.version = version_of(*info_);
   limits_.domain = as_text(info_->domain_attr->name);
@@ -315,7 +334,23 @@ LibfabricEndpoint::LibfabricEndpoint(Info info, const std::string& host, bool in
   endpoint_.reset(endpoint);
   check(fi_ep_bind(endpoint_.get(), &addresses_->fid, 0), "bind its addresses");
   check(fi_ep_bind(endpoint_.get(), &queue_->fid, FI_TRANSMIT | FI_RECV), "bind its completion queue");
+  if (gpus == Gpus::wanted) ask_for_gpus();
   check(fi_enable(endpoint_.get()), "enable its endpoint");
+}
+
+// A provider with FI_HMEM may copy by CUDA through memory of the host. Such a copy waits for the kernels that run, and
+// they may wait for the message. So the adapter itself must reach the GPU's memory.
+void LibfabricEndpoint::ask_for_gpus() {
+  int p2p = FI_HMEM_P2P_REQUIRED;
+  const int result = fi_setopt(&endpoint_->fid, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &p2p, sizeof p2p);
+  // verbs;ofi_rxm does not know the option, and its writes and reads are always the adapter's.
+  const bool is_adapter = result == 0 || (result == -FI_ENOPROTOOPT && limits_.provider.starts_with("verbs"));
+  limits_.no_gpus =
+      is_adapter ? ""
+                 : "its adapter does not reach memory of GPUs itself (FI_OPT_FI_HMEM_P2P: " + error_text(result) + ")";
+#ifdef FI_MR_DMABUF
+  limits_.takes_dmabuf = is_adapter && library().version() >= FI_VERSION(1, 20);
+#endif
 }
 
 std::vector<std::byte> LibfabricEndpoint::name() const {
@@ -336,14 +371,44 @@ Endpoint::Peer LibfabricEndpoint::add(std::span<const std::byte> name) {
   return peer;
 }
 
-std::unique_ptr<Registration> LibfabricEndpoint::register_memory(std::byte* data, std::size_t bytes, Access access) {
-  const std::uint64_t allowed = access == Access::messages ? FI_SEND | FI_RECV : FI_WRITE | FI_REMOTE_WRITE;
+int LibfabricEndpoint::register_region(std::byte* data, std::size_t bytes, std::uint64_t allowed, const Memory& memory,
+                                       std::uint64_t key, fid_mr** opened) {
+  if (!memory.is_gpu()) return fi_mr_reg(domain_.get(), data, bytes, allowed, 0, key, 0, opened, nullptr);
+  const iovec range{data, bytes};
+  fi_mr_attr attributes{};
+  attributes.mr_iov = &range;
+  attributes.iov_count = 1;
+  attributes.access = allowed;
+  attributes.requested_key = key;
+  attributes.iface = FI_HMEM_CUDA;
+  attributes.device.cuda = memory.gpu;
+  std::uint64_t flags = 0;
+#ifdef FI_MR_DMABUF
+  // Its address is base_addr + offset.
+  const fi_mr_dmabuf dmabuf{memory.dmabuf, memory.offset, bytes, data - memory.offset};
+  if (memory.dmabuf >= 0) {
+    attributes.dmabuf = &dmabuf;
+    flags = FI_MR_DMABUF;
+  }
+#endif
+  return fi_mr_regattr(domain_.get(), &attributes, flags, opened);
+}
+
+std::unique_ptr<Registration> LibfabricEndpoint::register_memory(std::byte* data, std::size_t bytes, Access access,
+                                                                 const Memory& memory) {
+  std::uint64_t allowed = access == Access::messages ? FI_SEND | FI_RECV : FI_WRITE | FI_REMOTE_WRITE;
+  // `read` reads from memory of a GPU into the host's.
+  if (memory.is_gpu()) allowed |= FI_REMOTE_READ;
+  if (!memory.is_gpu() && access == Access::writes && gpus_ == Gpus::wanted) allowed |= FI_READ;
   fid_mr* opened = nullptr;
   int result = -FI_ENOKEY;
   for (int tries = 0; tries < kKeyTries && result == -FI_ENOKEY; ++tries) {
     const std::uint64_t key = chooses_keys_ ? random_key() : 0;
     const Watchdog::Call call(watch_);
-    result = fi_mr_reg(domain_.get(), data, bytes, allowed, 0, key, 0, &opened, nullptr);
+    result = register_region(data, bytes, allowed, memory, key, &opened);
+  }
+  if (result != 0 && memory.is_gpu()) {
+    throw Error(refused_gpu(limits_.provider, bytes, memory, error_text(result)));
   }
   if (result != 0) {
     const bool may_be_limit = result == -FI_ENOMEM || result == -EPERM || result == -EAGAIN;
@@ -455,42 +520,73 @@ std::vector<Provider> list_providers() {
   return out;
 }
 
-std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail,
-                                        Numbers numbers) {
-  // Prefer writes with messages in order behind them: the number of a write is more to transfer, and ofi_rxm 1.17
-  // dereferences a null pointer where a connection ends in the middle of a write with a number.
-  bool in_order = numbers == Numbers::if_needed;
-  Info hints = hints_for(provider, true, in_order);
+std::string refused_gpu(const std::string& provider, std::size_t bytes, const Memory& memory, const std::string& why) {
+  return "provider " + provider + " cannot register " + std::to_string(bytes) + " bytes of memory of GPU " +
+         std::to_string(memory.gpu) + ": " + why +
+         "; load the kernel module nvidia_peermem, or have messages go through " +
+         "the host's memory (NETFOLD_NCCL_CUDA=off)";
+}
+
+namespace {
+
+// Null where no provider has what is required.
+std::unique_ptr<LibfabricEndpoint> open_with(const Info& hints, const std::string& host, int rail, bool in_order,
+                                             Gpus gpus) {
   Info found = get_info(hints.get());
-  if (found == nullptr && in_order) {
-    in_order = false;
-    hints = hints_for(provider, true);
-    found = get_info(hints.get());
-  }
-  if (found == nullptr) {
-    hints = hints_for(provider, false);
-    found = get_info(hints.get());
-  }
-  if (found == nullptr) {
-    throw Error("libfabric " + library_version() + " has no provider '" + provider +
-                "' with reliable datagrams and tagged messages on this host; those that have: " +
-                names_in(get_info(hints_for("", false).get())) + " (netfold doctor fabric says more)");
-  }
+  if (found == nullptr) return nullptr;
   if (goes_by_host(*found)) {
     Info on_interface = get_info(hints.get(), host.c_str());
+    if (on_interface == nullptr && gpus == Gpus::wanted) return nullptr;
     if (on_interface == nullptr) {
       throw Error("provider " + as_text(found->fabric_attr->prov_name) +
                   " does not go over the interface with the address " + host + " (NETFOLD_INTERFACE)");
     }
-    return std::make_unique<LibfabricEndpoint>(std::move(on_interface), host, in_order);
+    return std::make_unique<LibfabricEndpoint>(std::move(on_interface), host, in_order, gpus);
   }
   fi_info* chosen = found.get();
   for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;
+  if (chosen == nullptr && gpus == Gpus::wanted) return nullptr;
   if (chosen == nullptr) {
     throw Error("provider " + as_text(found->fabric_attr->prov_name) + " has no device number " + std::to_string(rail) +
                 "; name as many interfaces as there are devices (NETFOLD_INTERFACE)");
   }
-  return std::make_unique<LibfabricEndpoint>(Info(library().dupinfo(chosen)), "", in_order);
+  return std::make_unique<LibfabricEndpoint>(Info(library().dupinfo(chosen)), "", in_order, gpus);
+}
+
+// The same, with as much as there is of writes and their order. Memory of GPUs needs writes.
+std::unique_ptr<LibfabricEndpoint> open_with_any(const std::string& provider, const std::string& host, int rail,
+                                                 Gpus gpus, Numbers numbers) {
+  // Prefer writes with messages in order behind them: the number of a write is more to transfer, and ofi_rxm 1.17
+  // dereferences a null pointer where a connection ends in the middle of a write with a number.
+  for (const auto& [writes, in_order] : {std::pair(true, true), {true, false}, {false, false}}) {
+    if ((in_order && numbers == Numbers::always) || (!writes && gpus == Gpus::wanted)) continue;
+    auto opened = open_with(hints_for(provider, writes, in_order, gpus), host, rail, in_order, gpus);
+    if (opened != nullptr) return opened;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail, Gpus gpus,
+                                        Numbers numbers) {
+  std::string no_gpus;
+  if (gpus == Gpus::wanted) {
+    try {
+      auto opened = open_with_any(provider, host, rail, gpus, numbers);
+      if (opened != nullptr && opened->limits().no_gpus.empty()) return opened;
+      no_gpus = opened != nullptr ? opened->limits().no_gpus : "it does not offer memory of GPUs (FI_HMEM)";
+    } catch (const Error& error) {
+      no_gpus = error.what();
+    }
+  }
+  if (auto opened = open_with_any(provider, host, rail, Gpus::unused, numbers)) {
+    if (gpus == Gpus::wanted) opened->lacks_gpus(no_gpus);
+    return opened;
+  }
+  throw Error("libfabric " + library_version() + " has no provider '" + provider +
+              "' with reliable datagrams and tagged messages on this host; those that have: " +
+              names_in(get_info(hints_for("", false).get())) + " (netfold doctor fabric says more)");
 }
 
 }  // namespace netfold::transport::fabric

@@ -14,6 +14,6 @@ namespace {
 
 std::string library_version() { absent(); }
 std::vector<Provider> list_providers() { absent(); }
-std::unique_ptr<Endpoint> open_endpoint(const std::string&, const std::string&, int, Numbers) { absent(); }
+std::unique_ptr<Endpoint> open_endpoint(const std::string&, const std::string&, int, Gpus, Numbers) { absent(); }
 
 }  // namespace netfold::transport::fabric

@@ -53,6 +53,11 @@ std::size_t Receiver::receive(Stream& stream, std::span<const iovec> pieces) {
     const bool is_in_buffer = stream.offset < segment->bytes;
     const std::byte* source = is_in_buffer ? segment->data + sizeof(MessageHeader) + stream.offset
                                            : segment->grant->into + (stream.offset - segment->bytes);
+    if (!is_in_buffer && segment->grant->is_gpu && into.front() != source) {
+      // The caller reads on into another place, which it does before it knows the message. Only the next call may end it.
+      if (total == 0) state_.fail(stream, "the peer wrote into memory of a GPU out of turn");
+      break;
+    }
     const auto part = into.next((is_in_buffer ? segment->bytes : all_bytes) - stream.offset);
     // Written bytes lie in their place already, where the caller reads into the memory that it posted.
     if (part.data() != source) std::memmove(part.data(), source, part.size());

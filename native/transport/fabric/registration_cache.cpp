@@ -77,7 +77,7 @@ RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_
     entries_.push_back({.data = data, .bytes = bytes, .registration = nullptr, .lease = lease});
     entry = std::prev(entries_.end());
     try {
-      entry->registration = endpoint_.register_memory(data, bytes, Access::writes);
+      entry->registration = endpoint_.register_memory(data, bytes, Access::writes, Memory());
     } catch (...) {
       entries_.pop_back();
       throw;
@@ -98,17 +98,42 @@ RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_
 
 void RegistrationCache::release(Entry* entry) {
   if (--entry->users > 0 || entry->lease != nullptr) return;
+  if (entry->is_gpu) {
+    gpus_.remove_if([&](const GpuEntry& each) { return &each == entry && !each.is_leased; });
+    return;
+  }
   drop(std::find_if(entries_.begin(), entries_.end(), [&](const Entry& each) { return &each == entry; }));
+}
+
+RegistrationCache::GpuEntry* RegistrationCache::add_gpu(std::byte* data, std::size_t bytes, const Memory& memory) {
+  auto registration = endpoint_.register_memory(data, bytes, Access::writes, memory);
+  GpuEntry& entry = gpus_.emplace_back();
+  entry.data = data;
+  entry.bytes = bytes;
+  entry.registration = std::move(registration);
+  entry.is_gpu = true;
+  return &entry;
+}
+
+void RegistrationCache::end_gpu(GpuEntry* entry) {
+  entry->is_leased = false;
+  if (entry->users == 0) gpus_.remove_if([&](const GpuEntry& each) { return &each == entry; });
 }
 
 void RegistrationCache::clear() {
   by_range_.clear();
   entries_.clear();
+  gpus_.remove_if([](const GpuEntry& each) { return !each.is_leased; });
+  for (GpuEntry& entry : gpus_) {
+    entry.registration.reset();
+    entry.users = 0;
+  }
   counters_.entries = counters_.bytes = 0;
 }
 
 void RegistrationCache::abandon() {
   for (Entry& entry : entries_) static_cast<void>(entry.registration.release());
+  for (GpuEntry& entry : gpus_) static_cast<void>(entry.registration.release());
 }
 
 void RegistrationCache::drop(Entries::iterator entry) {

@@ -27,8 +27,29 @@ std::size_t RmaGrants::message_bytes() const {
   return std::min(most, state_.segment_bytes) / sizeof(MessageHeader) * sizeof(MessageHeader);
 }
 
+std::string RmaGrants::gpu_obstacle() const {
+  const std::string why = obstacle(1);
+  return why.empty() ? state_.limits.front().no_gpus : why;
+}
+
+std::size_t RmaGrants::gpu_part_bytes() const {
+  return obstacle(1).empty() ? std::min<std::size_t>(state_.limits.front().write_bytes, UINT32_MAX) : 0;
+}
+
 // Null where the memory cannot be registered; the stream has failed then.
-RegistrationCache::Entry* RmaGrants::acquire(Stream& stream, std::byte* data, std::size_t bytes) {
+RegistrationCache::Entry* RmaGrants::acquire(Stream& stream, std::byte* data, std::size_t bytes, Pipe::GpuMemory* gpu) {
+  if (gpu != nullptr) {
+    auto* entry = static_cast<RegistrationCache::GpuEntry*>(gpu);
+    const bool is_inside = data >= entry->data && data + bytes <= entry->data + entry->bytes;
+    if (!is_inside || entry->registration == nullptr) {
+      state_.fail(stream, std::to_string(bytes) + " bytes are not in the " + std::to_string(entry->bytes) +
+                              " bytes of a GPU's memory that were registered" +
+                              (is_inside ? ", since the endpoint was closed" : ""));
+      return nullptr;
+    }
+    ++entry->users;
+    return entry;
+  }
   try {
     return cache_.acquire(data, bytes);
   } catch (const Error& error) {
@@ -39,10 +60,12 @@ RegistrationCache::Entry* RmaGrants::acquire(Stream& stream, std::byte* data, st
 
 // --- Owner -----------------------------------------------------------------------------------------------------------
 
-bool RmaGrants::post_receive(Stream& stream, std::uint64_t name, std::byte* into, std::size_t bytes) {
+bool RmaGrants::post_receive(Stream& stream, std::uint64_t name, std::byte* into, std::size_t bytes,
+                             Pipe::GpuMemory* gpu) {
   if (!stream.failure.empty() || stream.is_cancelling || stream.grants == kMaxGrants) return false;
   Grant grant{.stream = &stream, .into = into, .bytes = static_cast<std::uint32_t>(bytes)};
-  grant.entry = acquire(stream, into, bytes);
+  grant.is_gpu = gpu != nullptr;
+  grant.entry = acquire(stream, into, bytes, gpu);
   if (grant.entry == nullptr) return false;
   do {
     grant.number = random_number();
@@ -137,7 +160,7 @@ void RmaGrants::handle_grants(Stream& stream, std::span<const std::byte> entries
   stream.doorbell->ring();
 }
 
-std::size_t RmaGrants::put(Stream& stream, std::span<const iovec> pieces, std::uint64_t name) {
+std::size_t RmaGrants::put(Stream& stream, std::span<const iovec> pieces, std::uint64_t name, Pipe::GpuMemory* gpu) {
   const auto offer = stream.offers.find(name);
   const iovec& part = pieces.back();
   // With another length, the two ranks' calls differ; the reader of the message reports that.
@@ -145,8 +168,8 @@ std::size_t RmaGrants::put(Stream& stream, std::span<const iovec> pieces, std::u
   if (stream.awaits_offer || !stream.may_send()) return 0;
   auto* data = static_cast<std::byte*>(part.iov_base);
   RegistrationCache::Entry* entry = nullptr;
-  if (state_.limits.front().needs_registration) {
-    entry = acquire(stream, data, part.iov_len);
+  if (state_.limits.front().needs_registration || gpu != nullptr) {
+    entry = acquire(stream, data, part.iov_len, gpu);
     if (entry == nullptr) return 0;
   }
   RmaWrite& write = stream.writes.emplace_back();

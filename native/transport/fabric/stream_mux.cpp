@@ -54,12 +54,14 @@ StreamMux::~StreamMux() {
   if (pid_ == getpid()) {
     // Endpoints end before the memory that they may still know.
     cache_.clear();
+    flush_registration_.reset();
     for (auto& slab : slabs_) slab->registrations.clear();
     state_.rails.clear();
     return;
   }
   // A child of fork must not close what the provider shares with its parent.
   cache_.abandon();
+  static_cast<void>(flush_registration_.release());
   for (auto& rail : state_.rails) static_cast<void>(rail.release());
   for (auto& slab : slabs_) {
     for (auto& registration : slab->registrations) static_cast<void>(registration.release());
@@ -115,7 +117,7 @@ std::vector<std::unique_ptr<Registration>> StreamMux::register_buffers(const Map
   std::vector<std::unique_ptr<Registration>> by_rail;
   if (!limits().needs_registration) return by_rail;
   for (const auto& rail : state_.rails) {
-    by_rail.push_back(rail->register_memory(memory.data(), memory.bytes(), Access::messages));
+    by_rail.push_back(rail->register_memory(memory.data(), memory.bytes(), Access::messages, Memory()));
   }
   return by_rail;
 }
@@ -287,6 +289,8 @@ void StreamMux::force_close(const std::string& why) {
 void StreamMux::close_endpoint(const std::string& why) {
   state_.fail_all("the endpoint was closed: " + why);
   for (auto& rail : state_.rails) rail->close();
+  while (!flushes_.empty()) end_flush(*flushes_.front(), "the endpoint was closed: " + why);
+  flush_registration_.reset();
   cache_.clear();
   for (auto& slab : slabs_) slab->registrations.clear();
   state_.rails.clear();
@@ -328,11 +332,11 @@ bool StreamMux::is_posted(Stream* stream, std::uint64_t name) {
   return !stream->awaits_offer;
 }
 
-std::size_t StreamMux::put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name) {
+std::size_t StreamMux::put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name, Pipe::GpuMemory* gpu) {
   std::lock_guard lock(mutex_);
   stream->doorbell->note_awake();
   if (!stream->may_send() || !stream->offers.contains(name)) progress_if_due();
-  return grants_.put(*stream, pieces, name);
+  return grants_.put(*stream, pieces, name, gpu);
 }
 
 std::size_t StreamMux::bytes_in_flight(Stream* stream) {
@@ -399,6 +403,7 @@ void StreamMux::handle_completion(const Completion& completion) {
       if (operation.kind == Operation::Kind::write) {
         return grants_.handle_write_completed(static_cast<RmaWrite&>(operation));
       }
+      if (operation.kind == Operation::Kind::read) return end_flush(static_cast<GpuFlush&>(operation), "");
       auto& buffer = static_cast<SendBuffer&>(operation);
       Stream& stream = *buffer.stream;
       sender_.handle_sent(buffer);
@@ -423,6 +428,8 @@ void StreamMux::handle_failure(const Completion& completion) {
       state_.fail(*write.stream, "writing to the peer's memory failed: " + completion.why);
       return grants_.handle_write_completed(write);
     }
+    case Operation::Kind::read:
+      return end_flush(static_cast<GpuFlush&>(operation), "reading memory of a GPU failed: " + completion.why);
     case Operation::Kind::send: {
       auto& buffer = static_cast<SendBuffer&>(operation);
       Stream& stream = *buffer.stream;

@@ -1,13 +1,20 @@
 #include <netfold/transport/fabric/libfabric.hpp>
 #include <netfold/transport/fabric/strict_endpoint.hpp>
+#include <netfold/transport/mapping.hpp>
+#include <netfold/transport/socket.hpp>
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <cstring>
 #include <deque>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <random>
 #include <set>
@@ -31,23 +38,69 @@ struct Strictness {
   std::uint64_t loses = 0;  // after this many sends, every send is lost but completes; 0: never
   std::uint64_t drops = 0;  // one in this many sends is lost in the same way; 0: none
   std::uint64_t early = 0;  // this many sends are lost in the same way, before all others
+  std::uint64_t hmem = 0;   // 1: memory of GPUs can be registered, where it is wanted; 2: every registration is refused
 };
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
 
+// The file behind a mapping of this process, and the offset of `data` in it. Throws std::logic_error where there is none.
+struct File {
+  Fd descriptor;
+  std::uint64_t offset = 0;
+};
+
+File file_of(const std::byte* data) {
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream fields(line);
+    std::uintptr_t first = 0, last = 0;
+    std::uint64_t offset = 0;
+    std::string permissions, device;
+    ino_t inode = 0;
+    fields >> std::hex >> first;
+    fields.ignore(1) >> last >> permissions >> offset >> device >> std::dec >> inode;
+    if (address < first || address >= last) continue;
+    if (!permissions.starts_with("---s")) broken("memory of a GPU is a shared mapping without permissions");
+    for (const auto& each : std::filesystem::directory_iterator("/proc/self/fd")) {
+      struct stat found{};
+      if (stat(each.path().c_str(), &found) != 0 || found.st_ino != inode || !S_ISREG(found.st_mode)) continue;
+      return {Fd(open(each.path().c_str(), O_RDWR | O_CLOEXEC)), offset + (address - first)};
+    }
+  }
+  broken("memory of a GPU is a mapping of a file that this process has open");
+}
+
 class StrictRegistration final : public Registration {
  public:
   // all: the endpoint's registrations, which list this one while it lives.
+  // own: the stand-in's mapping of memory of a GPU, in which `offset` is the place of `data`; empty for the host's.
   StrictRegistration(std::set<const StrictRegistration*>& all, std::unique_ptr<Registration> below, std::byte* data,
-                     std::size_t bytes, Access access)
-      : all_(all), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
+                     std::size_t bytes, Access access, Mapping own, std::size_t offset)
+      : all_(all),
+        own_(std::move(own)),
+        below_(std::move(below)),
+        data_(data),
+        bytes_(bytes),
+        access_(access),
+        offset_(offset) {
     all_.insert(this);
   }
   ~StrictRegistration() override { all_.erase(this); }
   // To be passed with every use of this memory.
   void* descriptor() const override { return const_cast<StrictRegistration*>(this); }
   std::uint64_t key() const override { return below_->key(); }
-  std::uint64_t address(const std::byte* data) const override { return below_->address(data); }
+  std::uint64_t address(const std::byte* data) const override { return below_->address(usable(data)); }
+  // The place by which the wrapped endpoint knows `data`.
+  const std::byte* usable(const std::byte* data) const { return own_ ? own_.data() + offset_ + (data - data_) : data; }
+  // Whether the bytes that peers know by this address are in this memory of a GPU, and their place.
+  bool reads_as(const Endpoint::RemoteBuffer& buffer, std::size_t bytes) const {
+    const bool is_ours = own_ && buffer.key == key() && buffer.address >= address(data_);
+    return is_ours && buffer.address - address(data_) + bytes <= bytes_;
+  }
+  const std::byte* read_as(const Endpoint::RemoteBuffer& buffer) const {
+    return usable(data_) + (buffer.address - address(data_));
+  }
   void* below() const { return below_ == nullptr ? nullptr : below_->descriptor(); }
   bool holds(const std::byte* data, std::size_t bytes, Access access) const {
     return data >= data_ && data + bytes <= data_ + bytes_ && access == access_;
@@ -64,15 +117,17 @@ class StrictRegistration final : public Registration {
 
  private:
   std::set<const StrictRegistration*>& all_;
+  Mapping own_;
   std::unique_ptr<Registration> below_;
   std::byte* data_;
   std::size_t bytes_;
   Access access_;
+  std::size_t offset_;
 };
 
 class StrictEndpoint final : public Endpoint {
  public:
-  StrictEndpoint(std::unique_ptr<Endpoint> below, const Strictness& strictness)
+  StrictEndpoint(std::unique_ptr<Endpoint> below, const Strictness& strictness, Gpus gpus)
       : below_(std::move(below)), strictness_(strictness), random_(strictness.seed), limits_(below_->limits()) {
     needs_below_ = limits_.needs_registration;
     limits_.provider = "strict+" + limits_.provider;
@@ -80,16 +135,19 @@ class StrictEndpoint final : public Endpoint {
     limits_.inject_bytes = std::min(limits_.inject_bytes, kInjectBytes);
     limits_.write_bytes = std::min(limits_.write_bytes, kWriteBytes);
     limits_.needs_registration = true;
+    limits_.takes_dmabuf = gpus == Gpus::wanted && strictness.hmem > 0;
+    if (gpus == Gpus::wanted) limits_.no_gpus = strictness.hmem > 0 ? "" : "it was told to have none (hmem)";
   }
 
   const Limits& limits() const override { return limits_; }
   std::vector<std::byte> name() const override { return below_->name(); }
-  Peer add(std::span<const std::byte> name) override { return below_->add(name); }
-  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override {
-    const bool known_below = needs_below_ || access == Access::writes;
-    auto below = known_below ? below_->register_memory(data, bytes, access) : nullptr;
-    return std::make_unique<StrictRegistration>(registrations_, std::move(below), data, bytes, access);
+  Peer add(std::span<const std::byte> name) override {
+    const Peer peer = below_->add(name);
+    if (std::ranges::equal(name, below_->name())) self_ = peer;
+    return peer;
   }
+  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access,
+                                                const Memory& memory) override;
 
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
              Work* work) override {
@@ -106,6 +164,14 @@ class StrictEndpoint final : public Endpoint {
     begin(work, data, bytes, descriptor, Access::writes);
     deferred_.push_back(
         {Deferred::Kind::write, to, const_cast<std::byte*>(data), bytes, descriptor, number, into, work});
+    return Taken::yes;
+  }
+  Taken read(Peer from, std::byte* into, std::size_t bytes, void* descriptor, const RemoteBuffer& of,
+             Work* work) override {
+    if (refuses()) return Taken::later;
+    if (from != self_) broken("memory of a GPU is read from another endpoint");
+    begin(work, into, bytes, descriptor, Access::writes);
+    deferred_.push_back({Deferred::Kind::read, from, into, bytes, descriptor, 0, of, work});
     return Taken::yes;
   }
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
@@ -128,14 +194,14 @@ class StrictEndpoint final : public Endpoint {
  private:
   // An operation that was not passed to the wrapped endpoint yet.
   struct Deferred {
-    enum class Kind : std::uint8_t { send, receive, write };
+    enum class Kind : std::uint8_t { send, receive, write, read };
     Kind kind;
     Peer to;
     std::byte* data;
     std::size_t bytes;
     void* descriptor;
-    std::uint64_t tag;  // the number of a write
-    RemoteBuffer into;
+    std::uint64_t tag;    // the number of a write
+    RemoteBuffer remote;  // of a write or read
     Work* work;
   };
 
@@ -157,6 +223,7 @@ class StrictEndpoint final : public Endpoint {
   std::mt19937_64 random_;
   Limits limits_;
   bool needs_below_ = false;
+  Peer self_ = ~Peer{0};
   std::uint64_t sends_ = 0;
   std::set<Work*> in_progress_;
   std::deque<Deferred> deferred_;
@@ -164,6 +231,25 @@ class StrictEndpoint final : public Endpoint {
   std::multimap<std::chrono::steady_clock::time_point, Work*> lost_;
   std::vector<Completion> held_;
 };
+
+std::unique_ptr<Registration> StrictEndpoint::register_memory(std::byte* data, std::size_t bytes, Access access,
+                                                              const Memory& memory) {
+  Mapping own;
+  std::size_t offset = 0;
+  if (memory.is_gpu()) {
+    if (!limits_.no_gpus.empty()) broken("memory of a GPU is registered that cannot be");
+    if (strictness_.hmem > 1) throw Error(refused_gpu(limits_.provider, bytes, memory, "it was told to refuse"));
+    File file = memory.dmabuf >= 0 ? File{Fd(dup(memory.dmabuf)), memory.offset} : file_of(data);
+    offset = file.offset;
+    own = Mapping::shared(file.descriptor.get(), offset + bytes);
+    if (!own) throw Error("no second mapping of memory of a GPU");
+  }
+  std::byte* usable = own ? own.data() + offset : data;
+  const bool known_below = needs_below_ || access == Access::writes;
+  auto below = known_below ? below_->register_memory(usable, bytes, access, Memory()) : nullptr;
+  return std::make_unique<StrictRegistration>(registrations_, std::move(below), data, bytes, access, std::move(own),
+                                              offset);
+}
 
 void StrictEndpoint::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access) {
   const auto* registration = static_cast<const StrictRegistration*>(descriptor);
@@ -179,13 +265,23 @@ void StrictEndpoint::end(Work* work) {
 }
 
 Endpoint::Taken StrictEndpoint::pass_on(const Deferred& operation) {
-  const auto& [kind, to, data, bytes, of_registration, tag, into, work] = operation;
+  const auto& [kind, to, memory, bytes, of_registration, tag, remote, work] = operation;
   const auto* registration = static_cast<const StrictRegistration*>(of_registration);
   if (!registrations_.contains(registration)) broken("a registration was closed while its memory was the provider's");
   void* descriptor = registration->below();
+  auto* data = const_cast<std::byte*>(registration->usable(memory));
   if (kind == Deferred::Kind::send) return below_->send(to, data, bytes, descriptor, tag, work);
   if (kind == Deferred::Kind::receive) return below_->receive(data, bytes, descriptor, work);
-  return below_->write(to, data, bytes, descriptor, into, static_cast<std::uint32_t>(tag), work);
+  if (kind == Deferred::Kind::read) {
+    // Not every provider reads from itself, so this is done here.
+    const auto is_read = [&](const StrictRegistration* each) { return each->reads_as(remote, bytes); };
+    const auto found = std::ranges::find_if(registrations_, is_read);
+    if (found == registrations_.end()) broken("memory is read that is no registered memory of a GPU");
+    std::memcpy(data, (*found)->read_as(remote), bytes);
+    held_.push_back({.kind = Completion::Kind::sent, .work = work, .why = {}});
+    return Taken::yes;
+  }
+  return below_->write(to, data, bytes, descriptor, remote, static_cast<std::uint32_t>(tag), work);
 }
 
 void StrictEndpoint::pass_on_some() {
@@ -203,7 +299,7 @@ void StrictEndpoint::pass_on_some() {
     for (const void* reserved : next.work->reserved) {
       if (reserved != next.work) broken("a Work was written to while it was the provider's");
     }
-    const bool is_send = next.kind != Deferred::Kind::receive;
+    const bool is_send = next.kind == Deferred::Kind::send || next.kind == Deferred::Kind::write;
     if (is_send && is_lost()) {
       const bool all = strictness_.loses > 0 && sends_ > strictness_.loses;
       const std::chrono::milliseconds delay(all ? random_() % kLate.count() : 0);
@@ -245,14 +341,15 @@ std::size_t StrictEndpoint::poll(std::span<Completion> into) {
 
 }  // namespace
 
-std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail) {
+std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail, Gpus gpus) {
   const auto plus = name.find('+');
-  if (!name.starts_with("strict") || plus == std::string::npos) return open_endpoint(name, host, rail);
+  if (!name.starts_with("strict") || plus == std::string::npos) return open_endpoint(name, host, rail, gpus);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
   const std::map<std::string, std::uint64_t*> settings = {{"seed", &strictness.seed},   {"fails", &strictness.fails},
                                                           {"loses", &strictness.loses}, {"drops", &strictness.drops},
-                                                          {"early", &strictness.early}, {"rail", &only_rail}};
+                                                          {"early", &strictness.early}, {"rail", &only_rail},
+                                                          {"hmem", &strictness.hmem}};
   std::istringstream text(name.substr(0, plus));
   std::string field;
   std::getline(text, field, ':');
@@ -266,14 +363,14 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
   }
   if (!is_valid) {
     throw Error("'" + name + "' is no strict provider; expected strict+PROVIDER, optionally with :seed=N, :fails=N, " +
-                ":loses=N, :drops=N, :early=N and :rail=N before the +");
+                ":loses=N, :drops=N, :early=N, :hmem=1 and :rail=N before the +");
   }
   if (only_rail != ~std::uint64_t{0} && only_rail != static_cast<std::uint64_t>(rail)) {
     strictness.fails = strictness.loses = strictness.drops = strictness.early = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
-  return std::make_unique<StrictEndpoint>(open_endpoint(name.substr(plus + 1), host, rail, Numbers::always),
-                                          strictness);
+  return std::make_unique<StrictEndpoint>(
+      open_endpoint(name.substr(plus + 1), host, rail, Gpus::unused, Numbers::always), strictness, gpus);
 }
 
 }  // namespace netfold::transport::fabric

@@ -15,6 +15,8 @@ class IovecCursor {
   explicit IovecCursor(std::span<const iovec> buffers) : buffers_(buffers) { skip_finished(); }
 
   bool at_end() const { return buffers_.empty(); }
+  // The place of the next byte. Precondition: !at_end().
+  const std::byte* front() const { return static_cast<const std::byte*>(buffers_.front().iov_base) + offset_; }
 
   // Passes over the next contiguous bytes, at most `limit`, and returns them. Precondition: !at_end().
   std::span<std::byte> next(std::size_t limit) {

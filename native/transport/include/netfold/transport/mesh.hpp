@@ -50,11 +50,14 @@ class Mesh {
   void wait_for_readable(std::vector<pollfd>& fds) { maker_->wait_for_readable(fds); }
 
   bool uses_rma(int peer, std::size_t bytes) const { return maker_->may_use_rma() && pipe(peer).uses_rma(bytes); }
-  bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
-    return pipe(peer).post_receive(name, into, bytes);
+  bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes, Pipe::GpuMemory* gpu = nullptr) {
+    return pipe(peer).post_receive(name, into, bytes, gpu);
   }
+  std::size_t gpu_part_bytes(int peer) const { return pipe(peer).gpu_part_bytes(); }
   bool is_posted(int peer, std::uint64_t name) { return pipe(peer).is_posted(name); }
-  Io put(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).put(pieces, name); }
+  Io put(int peer, std::span<const iovec> pieces, std::uint64_t name, Pipe::GpuMemory* gpu = nullptr) {
+    return pipe(peer).put(pieces, name, gpu);
+  }
   std::size_t bytes_in_flight(int peer) const { return is_made(peer) ? pipe(peer).bytes_in_flight() : 0; }
   Pipe::Scratch scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
   // The functions from here on concern the pipes that were made.

@@ -35,6 +35,9 @@ class Pipe {
   // A promise that memory stays mapped as it is until the last reference ends. The owner of the memory makes it, or an
   // operation that borrowed the memory.
   using RegistrationLease = std::shared_ptr<RegistrationUses>;
+  // Memory of a GPU, which only the fabric may touch. A fabric has it registered until the last reference ends.
+  struct GpuMemory {};
+  using GpuLease = std::shared_ptr<GpuMemory>;
   // Memory to receive into that a fabric has registered already. It returns to its pipe when the last reference ends.
   using Scratch = std::shared_ptr<std::byte[]>;
 
@@ -66,13 +69,15 @@ class Pipe {
   // Whether parts of this many bytes go by RMA; the same at both ends, and from the beginning.
   virtual bool uses_rma(std::size_t) const { return false; }
   // Posts memory for the part of this name; the peer owns the memory until the part is received. The part must be
-  // received into exactly this memory. False: try again later.
-  virtual bool post_receive(std::uint64_t, std::byte*, std::size_t) { return false; }
+  // received into exactly this memory. False: try again later. gpu: the memory is part of it; null: the host's.
+  virtual bool post_receive(std::uint64_t, std::byte*, std::size_t, GpuMemory* /*gpu*/) { return false; }
   // Whether the peer has posted memory for the part of this name.
   virtual bool is_posted(std::uint64_t) { return false; }
   // As `send`, all or nothing. The last of `pieces` is the part of this name; leave it unchanged while
-  // `bytes_in_flight` counts it.
-  virtual Io put(std::span<const iovec>, std::uint64_t) { return {}; }
+  // `bytes_in_flight` counts it. gpu: the part is in it; null: in the host's memory.
+  virtual Io put(std::span<const iovec>, std::uint64_t, GpuMemory* /*gpu*/) { return {}; }
+  // The longest part that can be in memory of a GPU at either end; 0: none can.
+  virtual std::size_t gpu_part_bytes() const { return 0; }
   // How many of the bytes taken last the provider may still read.
   virtual std::size_t bytes_in_flight() { return 0; }
   // Takes back posted memory and parts in flight, as before a failure is reported. True once no peer and no provider

@@ -35,7 +35,7 @@ struct Work {
 
 struct Completion {
   enum class Kind : std::uint8_t {
-    sent,      // a message or a write of this rank
+    sent,      // a message, a write or a read of this rank
     received,  // a message
     landed,    // a write of a peer
     failed
@@ -57,10 +57,20 @@ class Registration {
   virtual std::uint64_t address(const std::byte* data) const = 0;
 };
 
+// The memory that is registered: this process's, or a GPU's, which the CPU must neither read nor write.
+struct Memory {
+  static constexpr int kHost = -1;
+  int gpu = kHost;  // CUdevice
+  // A dmabuf of the GPU's memory, of the caller until the registration is made; -1: none. Only where Limits::takes_dmabuf.
+  int dmabuf = -1;
+  std::uint64_t offset = 0;  // of the memory in the dmabuf
+  bool is_gpu() const { return gpu != kHost; }
+};
+
 // The use of registered memory.
 enum class Access : std::uint8_t {
   messages,
-  writes  // this rank writes from the memory, and peers write into it
+  writes  // this rank writes from the memory, and peers write into it; this rank reads a GPU's memory (read)
 };
 
 // A fabric's error: one sentence with the provider's own reason.
@@ -88,6 +98,9 @@ class Endpoint {
     std::size_t receives = 0;    // posted at once
     int tag_bits = 64;           // the lowest bits of a tag that reach the peer
     bool needs_registration = false;
+    // Why memory of GPUs cannot be registered; empty where it can be, and the provider moves it without the CPU.
+    std::string no_gpus = "it was not asked for memory of GPUs";
+    bool takes_dmabuf = false;
   };
 
   enum class Taken : std::uint8_t {
@@ -110,8 +123,10 @@ class Endpoint {
   virtual std::vector<std::byte> name() const = 0;
   // Adds the peer of this name. Throws Error for a malformed name.
   virtual Peer add(std::span<const std::byte> name) = 0;
+  // memory: of a GPU only where Limits::no_gpus is empty.
   // Throws Error, which names the limit on locked memory where that may be the reason.
-  virtual std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) = 0;
+  virtual std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access,
+                                                        const Memory& memory) = 0;
 
   virtual Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
                      Work* work) = 0;
@@ -120,6 +135,10 @@ class Endpoint {
   // Writes into memory that the peer registered for writes. Only where write_bytes > 0.
   virtual Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const RemoteBuffer& into,
                       std::uint32_t number, Work* work) = 0;
+  // Reads from memory of a GPU that `from`, this endpoint itself, registered for writes. Only where Limits::no_gpus is
+  // empty.
+  virtual Taken read(Peer from, std::byte* into, std::size_t bytes, void* descriptor, const RemoteBuffer& of,
+                     Work* work) = 0;
   // Posts memory for one message with any tag.
   virtual Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) = 0;
   // The reason of the last `never`.

@@ -70,11 +70,12 @@ class FabricPipe final : public Pipe {
   bool has_unsent() override;
 
   bool uses_rma(std::size_t bytes) const override { return mux().uses_rma(lane_->rma_min_bytes, bytes); }
-  bool post_receive(std::uint64_t name, std::byte* into, std::size_t bytes) override {
-    return open() && mux().post_receive(stream_, name, into, bytes);
+  bool post_receive(std::uint64_t name, std::byte* into, std::size_t bytes, GpuMemory* gpu) override {
+    return open() && mux().post_receive(stream_, name, into, bytes, gpu);
   }
+  std::size_t gpu_part_bytes() const override { return mux().gpu_part_bytes(); }
   bool is_posted(std::uint64_t name) override;
-  Io put(std::span<const iovec> pieces, std::uint64_t name) override;
+  Io put(std::span<const iovec> pieces, std::uint64_t name, GpuMemory* gpu) override;
   std::size_t bytes_in_flight() override { return stream_ == nullptr ? 0 : mux().bytes_in_flight(stream_); }
   bool cancel() override;
   bool must_force_close() override { return is_gone_ && stream_ != nullptr; }

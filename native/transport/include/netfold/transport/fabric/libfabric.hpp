@@ -28,11 +28,15 @@ std::string library_version();
 std::vector<Provider> list_providers();
 // Whether writes carry numbers even where the provider orders messages behind writes.
 enum class Numbers : std::uint8_t { if_needed, always };
-// Opens an endpoint. Throws Error that names what is missing.
+// The error of a registration that the provider refused.
+std::string refused_gpu(const std::string& provider, std::size_t bytes, const Memory& memory, const std::string& why);
+// Whether memory of GPUs is to be registered. Without it the endpoint is opened as if there were no GPUs.
+enum class Gpus : std::uint8_t { unused, wanted };
+// Opens an endpoint. Throws Error that names what is missing, but for memory of GPUs (Limits::no_gpus).
 // provider: "tcp", "tcp;ofi_rxm", "efa", ...
 // host: the address of the interface, for providers with such addresses.
 // rail: the device number, for other providers.
 std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail,
-                                        Numbers numbers = Numbers::if_needed);
+                                        Gpus gpus = Gpus::unused, Numbers numbers = Numbers::if_needed);
 
 }  // namespace netfold::transport::fabric

@@ -23,6 +23,9 @@
 // stay, so they may exceed the limits. A persistent lease of more than Limits::bytes is registered by the operation
 // instead, and no longer than the operation. Limits::bytes 0: nothing is kept beyond an operation.
 //
+// Memory of GPUs is never found by its address. It is registered when its owner takes a lease, and used with that lease;
+// the limits do not concern it. A registration in use ends at its last release.
+//
 // Not thread-safe: StreamMux holds its lock.
 #pragma once
 
@@ -63,6 +66,11 @@ class RegistrationCache {
     std::unique_ptr<Registration> registration;
     const Lease* lease = nullptr;  // null: the entry ends with its last user
     std::uint32_t users = 0;
+    bool is_gpu = false;
+  };
+  // The lease of memory of a GPU. Without a registration once the endpoint was closed.
+  struct GpuEntry : Entry, Pipe::GpuMemory {
+    bool is_leased = true;
   };
 
   // `endpoint` outlives the cache, or `clear` comes before its end.
@@ -75,6 +83,9 @@ class RegistrationCache {
   // Throws Error where the provider cannot register the memory.
   Entry* acquire(std::byte* data, std::size_t bytes);
   void release(Entry* entry);
+  // Registers memory of a GPU. Throws Error where the provider refuses.
+  GpuEntry* add_gpu(std::byte* data, std::size_t bytes, const Memory& memory);
+  void end_gpu(GpuEntry* entry);
   // Ends all registrations, those in use too.
   void clear();
   // In a child of fork: leaves all registrations to the parent.
@@ -105,6 +116,7 @@ class RegistrationCache {
   Limits limits_;
   std::multimap<Range, Lease> leases_;
   Entries entries_;
+  std::list<GpuEntry> gpus_;
   std::multimap<Range, Entries::iterator> by_range_;
   Counters counters_;
 };

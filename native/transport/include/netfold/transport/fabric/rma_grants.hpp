@@ -39,6 +39,9 @@
 // memory are counted, and a revoke waits for them. Here a count of writes replaces the flag, since the network adapter
 // of another host reads no flag before it writes.
 //
+// Memory of a GPU takes part only this way, whatever the part's length: nothing here reads or writes it. Its part is in
+// place when the segment can be read, so a reader that names another place has broken the messages' order.
+//
 // Not used over several rails, since a write that was lost with its rail could still land; nor with providers that
 // cannot write, or whose peers write by themselves (Limits::peers_write). Then all bytes go in segments.
 #pragma once
@@ -61,11 +64,15 @@ class RmaGrants {
   // Why no part is written; empty where large parts are. rma_min_bytes: 0 turns RMA off.
   std::string obstacle(std::size_t rma_min_bytes) const;
   bool uses_rma(std::size_t rma_min_bytes, std::size_t bytes) const;
+  // As StreamMux::why_no_gpus.
+  std::string gpu_obstacle() const;
+  // As Pipe's.
+  std::size_t gpu_part_bytes() const;
   // The size of a stream's buffer for grants.
   std::size_t message_bytes() const;
 
   // Owner. See Pipe::post_receive.
-  bool post_receive(Stream& stream, std::uint64_t name, std::byte* into, std::size_t bytes);
+  bool post_receive(Stream& stream, std::uint64_t name, std::byte* into, std::size_t bytes, Pipe::GpuMemory* gpu);
   // Tells the peer of new grants.
   void send_grants(Stream& stream);
   // Finds the grant that a `written` segment names. False: there is no such grant.
@@ -75,7 +82,7 @@ class RmaGrants {
   void handle_read(const Grant& grant);
 
   // Writer. See Pipe::put.
-  std::size_t put(Stream& stream, std::span<const iovec> pieces, std::uint64_t name);
+  std::size_t put(Stream& stream, std::span<const iovec> pieces, std::uint64_t name, Pipe::GpuMemory* gpu);
   void handle_grants(Stream& stream, std::span<const std::byte> entries);
   void handle_write_completed(RmaWrite& write);
   void handle_cancel(Stream& stream);
@@ -87,7 +94,7 @@ class RmaGrants {
 
  private:
   std::uint32_t random_number();
-  RegistrationCache::Entry* acquire(Stream& stream, std::byte* data, std::size_t bytes);
+  RegistrationCache::Entry* acquire(Stream& stream, std::byte* data, std::size_t bytes, Pipe::GpuMemory* gpu);
 
   MuxState& state_;
   Sender& sender_;

@@ -81,7 +81,7 @@ struct WrittenTrailer {
 
 // An operation of the provider; a completion refers to it.
 struct Operation : Work {
-  enum class Kind : std::uint8_t { send, receive, write };
+  enum class Kind : std::uint8_t { send, receive, write, read };
   explicit Operation(Kind of) : kind(of) {}
   Kind kind;
 };
@@ -121,6 +121,15 @@ struct RmaWrite : Operation {
   bool is_complete = false;
 };
 
+// A read of one byte of memory of a GPU (StreamMux::flush).
+struct GpuFlush : Operation {
+  GpuFlush() : Operation(Kind::read) {}
+  RegistrationCache::Entry* entry = nullptr;  // null: the read is over
+  Endpoint::RemoteBuffer of;
+  bool is_begun = false;
+  std::string failure;
+};
+
 // A caller's memory that the peer may write to once.
 struct Grant {
   enum class State : std::uint8_t { open, landed, revoked };
@@ -129,6 +138,7 @@ struct Grant {
   std::uint32_t bytes = 0;
   std::uint32_t number = 0;
   RegistrationCache::Entry* entry = nullptr;
+  bool is_gpu = false;  // `into` is memory of a GPU
   State state = State::open;
 };
 

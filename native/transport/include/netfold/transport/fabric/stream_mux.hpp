@@ -56,6 +56,7 @@
 #include <netfold/transport/fabric/sender.hpp>
 
 #include <array>
+#include <list>
 #include <mutex>
 #include <type_traits>
 
@@ -135,12 +136,15 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
   std::size_t receive(Stream* stream, std::span<const iovec> pieces);
   bool uses_rma(std::size_t rma_min_bytes, std::size_t bytes) const { return grants_.uses_rma(rma_min_bytes, bytes); }
-  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes) {
-    return locked([&] { return grants_.post_receive(*stream, name, into, bytes); });
+  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes, Pipe::GpuMemory* gpu) {
+    return locked([&] { return grants_.post_receive(*stream, name, into, bytes, gpu); });
+  }
+  std::size_t gpu_part_bytes() const {
+    return locked([&] { return grants_.gpu_part_bytes(); });
   }
   bool is_posted(Stream* stream, std::uint64_t name);
   // The pieces before the last are copied; at most RmaGrants::kMaxBeforeBytes.
-  std::size_t put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name);
+  std::size_t put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name, Pipe::GpuMemory* gpu);
   std::size_t bytes_in_flight(Stream* stream);
   bool cancel(Stream* stream);
   // Notes that the peer begins no more writes. writes: how many it ever began.
@@ -153,6 +157,18 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // Closes the endpoint: all streams fail with this reason, and the provider uses no memory any more.
   void force_close(const std::string& why);
   Pipe::RegistrationLease lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime);
+  // Registers memory of a GPU. Throws Error where the provider refuses, or takes none (why_no_gpus).
+  Pipe::GpuLease lease_gpu(std::byte* data, std::size_t bytes, const Memory& memory);
+  // Why memory of GPUs cannot be sent from and received into; empty where it can be.
+  std::string why_no_gpus() const {
+    return locked([&] { return grants_.gpu_obstacle(); });
+  }
+  // Begins to make the peers' writes into memory of a GPU visible to the GPU. A write is complete once the adapter has
+  // sent it towards the GPU, and its bytes may still be on the bus. A read by the same adapter passes none of them.
+  // at: an address in the memory.
+  std::shared_ptr<GpuFlush> flush(Pipe::GpuMemory& memory, std::byte* at);
+  // Throws Error where the read failed.
+  bool is_flushed(GpuFlush& flush);
   // Registered memory of at least `bytes` bytes. The mux keeps unused scratch memory, up to kScratchBytes.
   Pipe::Scratch scratch(std::size_t bytes);
 
@@ -198,6 +214,7 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
     std::lock_guard lock(mutex_);
     return function();
   }
+  void end_flush(GpuFlush& flush, const std::string& failure);
   ScratchBlock take_scratch(std::size_t bytes);
   void keep_scratch(ScratchBlock block);
   std::size_t slab_bytes(std::size_t window) const {
@@ -226,6 +243,10 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   Sender sender_{state_};
   RmaGrants grants_{state_, sender_, cache_};
   Receiver receiver_{state_, sender_, grants_};
+  std::list<std::shared_ptr<GpuFlush>> flushes_;  // the provider may still know them
+  Mapping flush_memory_;
+  std::unique_ptr<Registration> flush_registration_;  // of flush_memory_; made by the first flush
+  Endpoint::Peer self_ = 0;
   std::vector<ScratchBlock> scratch_;                         // unused, the most recently used last
   std::vector<std::map<std::string, Endpoint::Peer>> peers_;  // by rail and name
   std::size_t slab_bytes_ = 0;                                // of all slabs
