@@ -60,19 +60,24 @@ void PointToPoint::post_send(Ticket ticket, const Call& call) {
   Peer& peer = at(call.root);
   ++peer.outstanding;
   Send send{.ticket = ticket, .header = {}, .data = call.inputs[0].data};
+  send.gpu = call.gpu;
   send.header.dtype = static_cast<std::uint8_t>(call.dtype);
   send.header.tag = call.tag;
   send.header.id = ticket;
   send.header.bytes = call.inputs[0].bytes;
+  if (call.gpu != nullptr && send.header.bytes > 0) {
+    send.header.gpu_chunk_bytes = static_cast<std::uint32_t>(gpu_chunk_bytes(call.root));
+    if (send.header.gpu_chunk_bytes == 0) return fail_for_gpu(call.root, ticket, "sends from");
+  }
   // Returned credit may be unread.
-  if (send.header.bytes <= kEagerBytes && peer.credit < cost(send.header)) read(call.root);
+  if (is_eager(send.header) && peer.credit < cost(send.header)) read(call.root);
   if (!peer.held.empty() || !launch(call.root, send)) peer.held.push_back(send);
 }
 
 bool PointToPoint::launch(int to, const Send& send) {
   Peer& peer = at(to);
   FrameHeader header = send.header;
-  if (header.bytes <= kEagerBytes && peer.credit >= cost(header)) {
+  if (is_eager(header) && peer.credit >= cost(header)) {
     peer.credit -= cost(header);
     peer.frames.push_back({header, send.data, header.bytes, send.ticket, sizeof header + header.bytes});
     return true;
@@ -97,6 +102,7 @@ void PointToPoint::post_receive(Ticket ticket, const Call& call) {
                   .accepts_less = call.accepts_less,
                   .data = call.outputs[0].data,
                   .bytes = call.outputs[0].bytes};
+  receive.gpu = call.gpu;
   if (const auto source = matcher_.source_of_kept(call.root, call.tag)) {
     ++at(*source).outstanding;
     receive_kept(*source, matcher_.kept(*source, call.tag), std::move(receive));
@@ -124,7 +130,7 @@ void PointToPoint::receive_kept(int source, Message& message, Receive receive) {
     --peer.kept_announced;
     return accept(source, message.header, std::move(receive));
   }
-  if (!fits(source, message.header, receive)) return;
+  if (!fits(source, message.header, receive) || !may_copy(source, message.header, receive)) return;
   peer.kept_bytes -= cost(message.header);
   Input& input = peer.input;
   const bool is_arriving = input.message == &message;
@@ -169,14 +175,45 @@ bool PointToPoint::fits(int source, const FrameHeader& header, const Receive& re
   return false;
 }
 
+std::size_t PointToPoint::gpu_chunk_bytes(int peer) const { return std::min(kChunkBytes, lane_->gpu_part_bytes(peer)); }
+
+void PointToPoint::fail_for_gpu(int peer, Ticket ticket, const std::string& what) {
+  fault_ = {ticket,
+            {Failure::Kind::system, peer,
+             "rank " + std::to_string(lane_->rank()) + " " + what + " memory of a GPU, and the connection to rank " +
+                 std::to_string(peer) +
+                 " cannot carry that; every rank needs the same libfabric, provider and NETFOLD_NCCL_CUDA"}};
+}
+
+// Whether the CPU may write the message's bytes to their place.
+bool PointToPoint::may_copy(int source, const FrameHeader& header, const Receive& receive) {
+  if (receive.gpu == nullptr || header.bytes == 0) return true;
+  fail_for_gpu(source, receive.ticket, "receives bytes that were not announced into");
+  return false;
+}
+
 void PointToPoint::accept(int source, const FrameHeader& header, Receive receive) {
   if (!fits(source, header, receive)) return;
   receive.bytes = header.bytes;
+  receive.chunk_bytes = kChunkBytes;
   FrameHeader answer;
   answer.type = Type::accept;
   answer.id = header.id;
+  receive.must_use_rma = header.bytes > 0 && (header.gpu_chunk_bytes > 0 || receive.gpu != nullptr);
+  if (receive.must_use_rma) {
+    receive.chunk_bytes = gpu_chunk_bytes(source);
+    if (receive.chunk_bytes == 0) return fail_for_gpu(source, receive.ticket, "receives from or into");
+    if (header.gpu_chunk_bytes > 0) {
+      receive.chunk_bytes = std::min<std::size_t>(receive.chunk_bytes, header.gpu_chunk_bytes);
+    }
+    answer.gpu_chunk_bytes = static_cast<std::uint32_t>(receive.chunk_bytes);
+  }
   at(source).frames.push_back({answer});
-  if (lane_->uses_rma(source, std::min<std::size_t>(receive.bytes, kChunkBytes))) {
+  if (receive.gpu != nullptr) {
+    // Its owner has registered it.
+  } else if (receive.must_use_rma) {
+    receive.lease = lane_->lease(receive.data, receive.bytes);
+  } else if (lane_->uses_rma(source, std::min<std::size_t>(receive.bytes, kChunkBytes))) {
     receive.lease = lane_->lease(receive.data, receive.bytes);
   }
   at(source).accepted.emplace(header.id, std::move(receive));
@@ -188,6 +225,7 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
   if (header.magic != FrameHeader::kMagic) return broken(from, "bytes that are no frame");
   Input& input = peer.input;
   input.header = header;
+  input.is_in_gpu = false;
   switch (header.type) {
     case Type::eager: {
       if (header.bytes > kEagerBytes) {
@@ -196,7 +234,7 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
       }
       input.left = header.bytes;
       if (auto receive = match(from, header.tag)) {
-        if (!fits(from, header, *receive)) return;
+        if (!fits(from, header, *receive) || !may_copy(from, header, *receive)) return;
         input.into = receive->data;
         input.receive = std::move(receive);
         return;
@@ -215,11 +253,19 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
     case Type::accept: {
       const auto found = peer.announced.find(header.id);
       if (found == peer.announced.end()) return broken(from, "an accept of a message that was not announced");
-      peer.streaming.push_back(found->second);
-      if (lane_->uses_rma(from, std::min<std::size_t>(found->second.header.bytes, kChunkBytes))) {
+      Send& send = peer.streaming.emplace_back(found->second);
+      send.chunk_bytes = kChunkBytes;
+      if (header.gpu_chunk_bytes > 0) {
+        send.chunk_bytes = header.gpu_chunk_bytes;
+        send.must_use_rma = true;
+        if (send.chunk_bytes > gpu_chunk_bytes(from)) return fail_for_gpu(from, send.ticket, "sends from or to");
+      } else if (send.gpu != nullptr && send.header.bytes > 0) {
+        return broken(from, "an accept that does not allow for memory of a GPU");
+      }
+      if (send.gpu == nullptr &&
+          (send.must_use_rma || lane_->uses_rma(from, std::min<std::size_t>(send.header.bytes, kChunkBytes)))) {
         // The pipe only reads from it.
-        auto* data = const_cast<std::byte*>(found->second.data);
-        peer.streaming.back().lease = lane_->lease(data, found->second.header.bytes);
+        send.lease = lane_->lease(const_cast<std::byte*>(send.data), send.header.bytes);
       }
       peer.announced.erase(found);
       return launch_held(from);
@@ -231,6 +277,7 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
       }
       input.left = header.bytes;
       input.into = found->second.data + found->second.received;
+      input.is_in_gpu = found->second.gpu != nullptr;
       return;
     }
     case Type::credit:

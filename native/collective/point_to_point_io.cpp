@@ -16,9 +16,9 @@ constexpr int kCallsPerPoll = 16;
 }  // namespace
 
 // The name of the chunk that begins at byte `begin` of a message.
-std::uint64_t PointToPoint::name_of(std::uint64_t message, std::size_t begin) {
-  constexpr int kChunkBits = 24;  // 16 TB
-  return (message << kChunkBits) + begin / kChunkBytes;
+std::uint64_t PointToPoint::name_of(std::uint64_t message, std::size_t begin, std::size_t chunk_bytes) {
+  constexpr int kChunkBits = 24;  // 16 TB of chunks of kChunkBytes
+  return (message << kChunkBits) + begin / chunk_bytes;
 }
 
 Progress PointToPoint::poll() {
@@ -97,9 +97,10 @@ bool PointToPoint::next_chunk(int to) {
     Send send = std::move(peer.streaming.front());
     peer.streaming.pop_front();
     Frame frame{.header = {}, .data = send.data + send.sent};
-    frame.bytes = std::min<std::size_t>(kChunkBytes, send.header.bytes - send.sent);
-    frame.name = name_of(send.header.id, send.sent);
-    frame.uses_rma = lane_->uses_rma(to, frame.bytes);
+    frame.bytes = std::min<std::size_t>(send.chunk_bytes, send.header.bytes - send.sent);
+    frame.name = name_of(send.header.id, send.sent, send.chunk_bytes);
+    frame.uses_rma = send.must_use_rma || lane_->uses_rma(to, frame.bytes);
+    frame.gpu = send.gpu;
     if (frame.uses_rma && !lane_->is_posted(to, frame.name)) {
       peer.streaming.push_back(std::move(send));
       continue;
@@ -110,7 +111,7 @@ bool PointToPoint::next_chunk(int to) {
     frame.lease = send.lease;
     send.sent += frame.bytes;
     if (send.sent == send.header.bytes) {
-      const std::size_t chunks = std::max<std::size_t>(1, (send.sent + kChunkBytes - 1) / kChunkBytes);
+      const std::size_t chunks = std::max<std::size_t>(1, (send.sent + send.chunk_bytes - 1) / send.chunk_bytes);
       frame.ticket = send.ticket;
       frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * chunks;
     } else {
@@ -135,7 +136,7 @@ bool PointToPoint::write(int to) {
     const std::size_t first = peer.written - std::min(peer.written, kHeaderBytes);
     if (first < frame.bytes) parts[count++] = {const_cast<std::byte*>(frame.data) + first, frame.bytes - first};
     const std::span<const iovec> all(parts, count);
-    const auto io = frame.uses_rma ? lane_->put(to, all, frame.name) : lane_->send(to, all);
+    const auto io = frame.uses_rma ? lane_->put(to, all, frame.name, frame.gpu.get()) : lane_->send(to, all);
     if (io.closed) {
       while (!fault_ && read(to)) {  // messages that the peer sent before, and its abort
       }
@@ -148,7 +149,8 @@ bool PointToPoint::write(int to) {
     peer.sent_bytes += io.bytes;
     if (peer.written < kHeaderBytes + frame.bytes) break;
     if (frame.ticket != 0 || frame.uses_rma) {
-      peer.in_flight.push_back({peer.sent_bytes, frame.ticket, frame.wire_bytes, std::move(frame.lease)});
+      peer.in_flight.push_back(
+          {peer.sent_bytes, frame.ticket, frame.wire_bytes, std::move(frame.lease), std::move(frame.gpu)});
     }
     peer.writing.reset();
     peer.written = 0;
@@ -176,9 +178,10 @@ bool PointToPoint::reclaim(int to) {
 void PointToPoint::post_chunks(int source) {
   for (auto& [id, receive] : at(source).accepted) {
     while (receive.posted < receive.bytes) {
-      const std::size_t bytes = std::min(kChunkBytes, receive.bytes - receive.posted);
-      if (lane_->uses_rma(source, bytes) &&
-          !lane_->post_receive(source, name_of(id, receive.posted), receive.data + receive.posted, bytes)) {
+      const std::size_t bytes = std::min(receive.chunk_bytes, receive.bytes - receive.posted);
+      if ((receive.must_use_rma || lane_->uses_rma(source, bytes)) &&
+          !lane_->post_receive(source, name_of(id, receive.posted, receive.chunk_bytes), receive.data + receive.posted,
+                               bytes, receive.gpu.get())) {
         return;
       }
       receive.posted += bytes;
@@ -214,7 +217,8 @@ bool PointToPoint::read(int from) {
     if (direct > 0 && input.left == 0) finish_input(from);
     peer.end += io.bytes - placed;
     consume(from);
-    if (io.bytes < wanted) break;  // the pipe has no more
+    // The pipe has no more, but for bytes of a message in memory of a GPU: those it gives only to their own place.
+    if (io.bytes < wanted && !(input.is_in_gpu && input.left > 0)) break;
   }
   return moved;
 }
@@ -227,6 +231,7 @@ void PointToPoint::consume(int from) {
     if (input.left > 0) {
       const std::size_t bytes = std::min(input.left, peer.end - peer.begin);
       if (bytes == 0) return;
+      if (input.is_in_gpu) return broken(from, "bytes into memory of a GPU that it did not write there itself");
       std::memcpy(input.into, peer.staging.data() + peer.begin, bytes);
       peer.begin += bytes;
       input.into += bytes;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <netfold/kernels/types.hpp>
+#include <netfold/transport/pipe.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -105,6 +106,7 @@ struct Call {
   std::uint64_t layout = 0;   // of a call inside another call: layout_of that call's blocks, where ranks have blocks
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
+  transport::Pipe::GpuLease gpu;  // of a send or receive: its buffer is in this memory of a GPU; null: the host's
 
   // Whether the call runs as integers that share a scale: see Quantised.
   bool is_quantised() const {

@@ -26,7 +26,9 @@ struct FrameHeader {
   std::uint8_t failure = 0;  // of an abort: Failure::Kind
   std::uint8_t orderly = 0;  // of an abort
   std::int32_t tag = 0;      // of an abort: the rank at fault, -1 if unknown
-  std::int32_t reserved = 0;
+  // Of an announce, not 0 where the sender's memory is a GPU's: the longest chunk that it can write. Of an accept, not 0
+  // where the memory of either end is: the length of the chunks, all of which go by RMA.
+  std::uint32_t gpu_chunk_bytes = 0;
   std::uint64_t id = 0;     // of the message, given by its sender
   std::uint64_t bytes = 0;  // of the message; of a chunk, credit or abort: of the frame itself
 };
@@ -47,6 +49,9 @@ class MessageMatcher {
     std::size_t received = 0;  // bytes
     std::size_t posted = 0;    // bytes that are posted for RMA, or need no posting
     transport::Pipe::RegistrationLease lease;
+    transport::Pipe::GpuLease gpu;  // that `data` is in; null: the host's memory
+    std::size_t chunk_bytes = 0;    // of an accepted message
+    bool must_use_rma = false;      // it is from or into memory of a GPU
     std::uint64_t order = 0;
   };
   // A message that arrived before its receive was posted. It has no values if it is only announced.

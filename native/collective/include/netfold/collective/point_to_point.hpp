@@ -10,6 +10,10 @@
 // Where the pipe has RMA (transport/pipe.hpp), chunks go from memory to memory. A chunk's name is the message's id and
 // the chunk's number. The receiver posts the buffers of the next chunks from the accept on.
 //
+// Memory of a GPU is never read or written here. A message from there is announced whatever its length, and the accept
+// says so where the receive is into such memory; all its chunks then go by RMA, down to one byte. A sender must announce
+// every message where the other rank may receive into such memory (announce_always). A message of 0 bytes is eager.
+//
 // Memory is bounded. A receiver keeps unmatched messages: of each sender at most kCreditBytes of eager messages and
 // kMaxAnnounced announced ones. The sender counts its credit and gets it back as messages are received. A sender
 // without credit and without a place for an announcement keeps its later messages in the caller's own memory.
@@ -68,6 +72,10 @@ class PointToPoint {
   // there. Call it before the first post. `node` must outlive the last call.
   void share(transport::ShmNode& node);
 
+  // Sends no bytes before they are accepted: the other ranks may receive them into memory of a GPU. Call it before the
+  // first post.
+  void announce_always() { announces_always_ = true; }
+
   // Starts a send or receive. Borrows its buffer until the call is done, or the whole lane failed.
   void post(Ticket ticket, const Call& call);
   // Takes back a receive of a named rank whose message has not begun to arrive. False: it has, or the call is done.
@@ -109,6 +117,9 @@ class PointToPoint {
     const std::byte* data = nullptr;
     std::size_t sent = 0;  // bytes of the values, in chunks
     Lease lease;
+    transport::Pipe::GpuLease gpu;  // that `data` is in; null: the host's memory
+    std::size_t chunk_bytes = 0;    // once it is accepted
+    bool must_use_rma = false;
   };
   struct Frame {
     FrameHeader header;
@@ -119,6 +130,7 @@ class PointToPoint {
     std::uint64_t name = 0;  // of a chunk that goes by RMA
     bool uses_rma = false;
     Lease lease;
+    transport::Pipe::GpuLease gpu;
   };
   // A sent frame whose memory the pipe may still use.
   struct InFlight {
@@ -126,6 +138,7 @@ class PointToPoint {
     Ticket ticket = 0;
     std::uint64_t wire_bytes = 0;
     Lease lease;
+    transport::Pipe::GpuLease gpu;
   };
   // The frame that is being read.
   struct Input {
@@ -134,6 +147,7 @@ class PointToPoint {
     std::size_t left = 0;
     std::optional<Receive> receive;  // `into` is its buffer; else a kept message's, or the reason's
     Message* message = nullptr;
+    bool is_in_gpu = false;  // `into` is memory of a GPU
     std::string reason;
   };
   struct Peer {
@@ -182,15 +196,23 @@ class PointToPoint {
   std::optional<Receive> match(int peer, int tag);
   void receive_kept(int peer, Message& message, Receive receive);
   void accept(int peer, const FrameHeader& header, Receive receive);
+  bool is_eager(const FrameHeader& header) const {
+    const bool waits = announces_always_ || header.gpu_chunk_bytes > 0;
+    return header.bytes <= kEagerBytes && (header.bytes == 0 || !waits);
+  }
   bool fits(int peer, const FrameHeader& header, const Receive& receive);
+  bool may_copy(int peer, const FrameHeader& header, const Receive& receive);
   void handle(int peer, const FrameHeader& header);
   void finish_input(int peer);
   void return_credit(int peer, std::size_t bytes);
   void finish(int peer, Ticket ticket, std::size_t received, std::uint64_t wire_bytes, const Lease& lease = nullptr);
   void broken(int peer, const std::string& what);
+  // The longest chunk with a rank from or into memory of a GPU; 0: there can be none.
+  std::size_t gpu_chunk_bytes(int peer) const;
+  void fail_for_gpu(int peer, Ticket ticket, const std::string& what);
 
   // point_to_point_io.cpp: the streams, and peers that are gone.
-  static std::uint64_t name_of(std::uint64_t message, std::size_t begin);
+  static std::uint64_t name_of(std::uint64_t message, std::size_t begin, std::size_t chunk_bytes);
   bool next_frame(int peer);
   bool next_chunk(int peer);
   bool reclaim(int peer);
@@ -208,6 +230,7 @@ class PointToPoint {
   std::vector<std::unique_ptr<Peer>> peers_;  // null until the first message to or from the rank
   std::vector<int> busy_;                     // the ranks that a poll concerns, in no order
   std::vector<bool> in_memory_;               // by rank
+  bool announces_always_ = false;
   transport::ShmNode* node_ = nullptr;
   std::unique_ptr<transport::ReadablePeers> readable_peers_;  // from the first receive from any source on
   std::vector<int> readable_;  // the ranks whose bytes such receives read next, in no order
