@@ -33,9 +33,14 @@ CudaProcess::CudaProcess(const CudaDriver::Find& find, const std::string& name) 
   if (count == 0) throw std::runtime_error("CUDA's driver library " + name + " finds no device");
 }
 
-std::shared_ptr<CudaDriver> CudaProcess::driver_of(std::uint64_t address) {
+int CudaProcess::device_of(std::uint64_t address) const {
   int device = 0;
   check(functions_.get_attribute(&device, kDeviceOrdinal, address), "cuPointerGetAttribute");
+  return device;
+}
+
+std::shared_ptr<CudaDriver> CudaProcess::driver_of(std::uint64_t address) {
+  const int device = device_of(address);
   const std::lock_guard lock(mutex_);
   auto& driver = drivers_[device];
   if (driver == nullptr) driver = CudaDriver::over(find_, name_, device);

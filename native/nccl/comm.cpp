@@ -47,7 +47,7 @@ static_assert(kMaxReceives == 1 << kRequestShift && kMaxRequests == 1 << (kCount
 }  // namespace
 
 Comm::Comm(Role role, Id id, std::string peer, Connections connections, bool resumable,
-           transport::fabric::FabricLane fabric, std::function<void()> on_broken)
+           transport::fabric::FabricLane fabric, bool announces_always, std::function<void()> on_broken)
     : role_(role),
       id_(id),
       peer_(std::move(peer)),
@@ -58,6 +58,7 @@ Comm::Comm(Role role, Id id, std::string peer, Connections connections, bool res
                       broken_since_ns_[static_cast<std::size_t>(rail)] = now_ns();
                       tell();
                     })) {
+  if (announces_always) lane_.announce_always();
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     requests_[i].comm_ = this;
     requests_[i].index_ = static_cast<int>(i);
@@ -73,8 +74,10 @@ Comm::Request* Comm::free_request(int count) {
   return &*free;
 }
 
-void Comm::post(const Request& request, int which, Kind kind, std::byte* data, std::size_t bytes, int tag) {
+void Comm::post(const Request& request, int which, Kind kind, std::byte* data, std::size_t bytes, int tag,
+                transport::Pipe::GpuLease gpu) {
   collective::Call call;
+  call.gpu = std::move(gpu);
   call.kind = kind;
   call.root = other();
   call.tag = tag;
@@ -84,10 +87,11 @@ void Comm::post(const Request& request, int which, Kind kind, std::byte* data, s
   lane_.post(++posted_ << kCountShift | place, call);
 }
 
-Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, std::shared_ptr<Mirror> mirror) {
+Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, const Registered* memory) {
   const std::lock_guard lock(mutex_);
   StagedMessage message;
-  if (mirror != nullptr && bytes > 0) message = {std::move(mirror), reinterpret_cast<std::uintptr_t>(data), bytes};
+  if (memory != nullptr && memory->mirror != nullptr && bytes > 0)
+    message = {memory->mirror, reinterpret_cast<std::uintptr_t>(data), bytes};
   Request* request = free_request(1);
   if (request == nullptr) return nullptr;
   request->bytes_[0] = bytes;
@@ -101,19 +105,19 @@ Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, std::shar
     }
     request->staged_[0] = std::move(message);
   }
-  unposted_.push_back({request, data, bytes, tag});
+  unposted_.push_back({request, data, bytes, tag, memory == nullptr ? nullptr : memory->gpu});
   progress();
   return request;
 }
 
 Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* bytes, const int* tags,
-                             const std::shared_ptr<Mirror>* mirrors) {
+                             const Registered* const* memory) {
   const std::lock_guard lock(mutex_);
   std::array<StagedMessage, kMaxReceives> staged{};
   for (int i = 0; i < count; ++i) {
-    if (mirrors[i] == nullptr || bytes[i] == 0) continue;
+    if (memory[i] == nullptr || memory[i]->mirror == nullptr || bytes[i] == 0) continue;
     StagedMessage& message = staged[static_cast<std::size_t>(i)];
-    message = {mirrors[i], reinterpret_cast<std::uintptr_t>(data[i]), bytes[i]};
+    message = {memory[i]->mirror, reinterpret_cast<std::uintptr_t>(data[i]), bytes[i]};
     message.expect();
   }
   Request* request = free_request(count);
@@ -121,13 +125,32 @@ Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* by
   request->staged_ = std::move(staged);
   for (int i = 0; i < count; ++i) {
     const StagedMessage& message = request->staged_[static_cast<std::size_t>(i)];
-    post(*request, i, Kind::receive, message ? message.data() : static_cast<std::byte*>(data[i]), bytes[i], tags[i]);
+    post(*request, i, Kind::receive, message ? message.data() : static_cast<std::byte*>(data[i]), bytes[i], tags[i],
+         memory[i] == nullptr ? nullptr : memory[i]->gpu);
+  }
+  return request;
+}
+
+Comm::Request* Comm::flush(std::byte* data, const Registered& memory) {
+  const std::lock_guard lock(mutex_);
+  Request* request = free_request(1);
+  if (request == nullptr) return nullptr;
+  try {
+    request->flush_ = fabric_->flush(*memory.gpu, data);
+  } catch (...) {
+    end(*request);
+    throw;
   }
   return request;
 }
 
 bool Comm::test(Request& request, int* sizes) {
   const std::lock_guard lock(mutex_);
+  if (request.flush_ != nullptr) {
+    if (!fabric_->is_flushed(*request.flush_)) return false;
+    end(request);
+    return true;
+  }
   if (request.left_ > 0 || has_unsent_) progress();
   // A record that no call sends on would wait for the next request.
   if (request.left_ > 0 || has_unsent_ || !is_copied(request)) {
@@ -145,7 +168,7 @@ bool Comm::test(Request& request, int* sizes) {
 void Comm::post_sends() {
   while (!unposted_.empty() && unposted_.front().request->staged_[0].is_done()) {
     const Unposted& next = unposted_.front();
-    post(*next.request, 0, Kind::send, next.data, next.bytes, next.tag);
+    post(*next.request, 0, Kind::send, next.data, next.bytes, next.tag, next.gpu);
     unposted_.pop_front();
   }
 }

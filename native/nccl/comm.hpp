@@ -5,6 +5,9 @@
 // A message from memory of a GPU is copied to the host first, and handed on once it is there; later messages of the comm
 // wait behind it. A message to memory of a GPU is copied there after it arrived (staging.hpp).
 //
+// Where the fabric's adapter reaches GPUs, it reads and writes their memory itself, and nothing is copied. What it wrote
+// is flushed before NCCL's kernel reads it.
+//
 // NCCL calls from one thread at a time. The endpoint's threads look for broken connections and make them again; a lock
 // is between them.
 #pragma once
@@ -30,6 +33,13 @@ namespace netfold::nccl {
 
 inline constexpr int kMaxReceives = 8;  // in one request
 
+// Memory that NCCL has registered with a comm. One of the fields is set.
+struct Registered {
+  transport::Pipe::RegistrationLease lease;  // of the host's memory, by a fabric
+  transport::Pipe::GpuLease gpu;             // of a GPU's memory, by a fabric
+  std::shared_ptr<Mirror> mirror;            // of a GPU's memory
+};
+
 struct Connections {  // of one comm, by rail
   std::vector<transport::Fd> sockets;
   std::vector<auth::StreamSecrets> secrets;
@@ -53,14 +63,16 @@ class Comm {
     int left_ = 0;
     std::array<std::size_t, kMaxReceives> bytes_{};
     std::array<StagedMessage, kMaxReceives> staged_{};
+    std::shared_ptr<transport::fabric::GpuFlush> flush_;  // null: the request is of messages
   };
 
   // peer: how messages name the other end, "10.0.0.2:7301".
   // resumable: a connection that breaks may be made again, so that a copy of what was sent is kept.
   // fabric: carries the messages; without a mux the connections do.
+  // announces_always: see PointToPoint.
   // on_broken: called, under the lock, when a connection is found to be broken.
   Comm(Role role, Id id, std::string peer, Connections connections, bool resumable,
-       transport::fabric::FabricLane fabric, std::function<void()> on_broken);
+       transport::fabric::FabricLane fabric, bool announces_always, std::function<void()> on_broken);
 
   const Id& id() const { return id_; }
   Role role() const { return role_; }
@@ -68,12 +80,14 @@ class Comm {
   const std::shared_ptr<transport::fabric::StreamMux>& fabric() const { return fabric_; }
   const std::string& peer() const { return peer_; }
 
-  // Borrow the memory until the request is done. mirror: of the GPU's memory that holds it; null: it is the host's.
+  // Borrow the memory until the request is done. memory: the registered memory that holds it; null: it is the host's.
   // Null: all requests are in use.
-  Request* send(std::byte* data, std::size_t bytes, int tag, std::shared_ptr<Mirror> mirror);
+  Request* send(std::byte* data, std::size_t bytes, int tag, const Registered* memory);
   // The n-th message with tags[n]; it may be shorter than bytes[n].
   Request* receive(int count, void* const* data, const std::size_t* bytes, const int* tags,
-                   const std::shared_ptr<Mirror>* mirrors);
+                   const Registered* const* memory);
+  // Makes what was received into memory of a GPU visible to the GPU. Null: all requests are in use.
+  Request* flush(std::byte* data, const Registered& memory);
   // True: the request is done and free. sizes: of the messages. Throws std::runtime_error once the comm has failed.
   bool test(Request& request, int* sizes);
 
@@ -105,16 +119,18 @@ class Comm {
     std::byte* data;
     std::size_t bytes;
     int tag;
+    transport::Pipe::GpuLease gpu;
   };
 
   void post_sends();
   void take_done();
   void bring(Request& request);
   bool is_copied(Request& request);
-  void end(Request& request) { request.count_ = request.left_ = 0, request.staged_ = {}; }
+  void end(Request& request) { request.count_ = request.left_ = 0, request.staged_ = {}, request.flush_ = nullptr; }
   void fail(const std::string& why);
   Request* free_request(int count);
-  void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag);
+  void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag,
+            transport::Pipe::GpuLease gpu);
   void progress();
   transport::ResumableSocket& socket(int rail) { return *lane_.mesh().rail(other(), rail); }
   int other() const { return 1 - static_cast<int>(role_); }

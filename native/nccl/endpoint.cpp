@@ -122,8 +122,8 @@ Endpoint::Endpoint()
       devices_(find_devices(settings_.interfaces)),
       ports_changed_(transport::make_event()) {
   if (!auth::unavailable_reason().empty()) throw std::runtime_error(auth::unavailable_reason());
-  if (!settings_.fabric.empty()) fabric_.emplace(settings_, devices_);
-  if (settings_.stages_gpus) {
+  open_fabric();
+  if (settings_.cuda == Cuda::staged) {
     try {
       gpus_ = std::make_unique<Gpus>();
     } catch (const std::runtime_error& error) {
@@ -134,6 +134,36 @@ Endpoint::Endpoint()
   if (!run_apart([this] { accept_all(); }) || !run_apart([this] { look_at_all(); })) {
     throw std::runtime_error("the plugin needs two threads of its own");
   }
+}
+
+// Memory of GPUs is asked for only where there is CUDA.
+void Endpoint::open_fabric() {
+  const bool asks = settings_.cuda == Cuda::automatic || settings_.cuda == Cuda::direct;
+  std::string why = settings_.fabric.empty()
+                        ? "TCP goes through the host's memory; set NETFOLD_TRANSPORT=fabric:PROVIDER"
+                        : std::string();
+  if (asks && why.empty()) {
+    try {
+      cuda_ = device::CudaProcess::open("libcuda.so.1");
+    } catch (const std::runtime_error& error) {
+      why = error.what();
+    }
+  }
+  if (!settings_.fabric.empty()) {
+    using Wanted = transport::fabric::Gpus;
+    fabric_.emplace(settings_, devices_, cuda_ != nullptr ? Wanted::wanted : Wanted::unused);
+  }
+  for (std::size_t device = 0; why.empty() && cuda_ != nullptr && device < devices_.size(); ++device) {
+    const FabricPort port = fabric_->of(static_cast<int>(device));
+    if (port->why_no_gpus().empty()) continue;
+    why = "provider " + port->limits().provider + " on " + devices_[device].name + ": " + port->why_no_gpus();
+  }
+  if (why.empty()) return;
+  if (settings_.cuda == Cuda::direct) {
+    throw std::runtime_error("NETFOLD_NCCL_CUDA=direct cannot be used: " + why +
+                             "; without it (auto) messages go through the host's memory");
+  }
+  if (cuda_ != nullptr) inform("messages in memory of GPUs go through the host's memory: " + why);
 }
 
 void Endpoint::check_switch() const {
@@ -172,6 +202,7 @@ std::shared_ptr<Listener> Endpoint::listen(int device, Handle& handle, Listener:
   }
   handle = handle_of(Address::local_of(port->socket.get()), settings_.streams, id, secret_);
   handle.fabric = fabric_of(settings_.fabric);
+  handle.takes_gpus = reaches_gpus(device) ? 1 : 0;
   if (fabric_) handle.rma_min_bytes = static_cast<std::uint32_t>(fabric_->of(device)->rma_min_bytes());
   listeners_.emplace(id, listener);
   return listener;
@@ -335,6 +366,7 @@ void Endpoint::connect_all(Connecting& connecting, int device, const Handle& han
   hello.rails = handle.streams;
   hello.listener = handle.listener;
   if (fabric_) {
+    hello.announces_always = handle.takes_gpus;
     hello.rma_min_bytes =
         static_cast<std::uint32_t>(rma_min_bytes_of(fabric_->of(device)->rma_min_bytes(), handle.rma_min_bytes));
   }
@@ -391,8 +423,9 @@ std::shared_ptr<Comm> Endpoint::make(Comm::Role role, int device, const Hello& h
     lane.rma_min_bytes = hello.rma_min_bytes;
   }
   watched.is_connecting.resize(connections.sockets.size());
-  watched.comm = std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections),
-                                        settings_.reconnect_ns > 0, std::move(lane), [this] { wake(); });
+  watched.comm =
+      std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections), settings_.reconnect_ns > 0,
+                             std::move(lane), hello.announces_always != 0, [this] { wake(); });
   const std::lock_guard lock(mutex_);
   return comms_.emplace(key_of(*watched.comm), std::move(watched)).first->second.comm;
 }

@@ -29,7 +29,7 @@ namespace netfold::nccl {
 
 // Goes from the rank that listens to the rank that connects, over NCCL's bootstrap.
 struct Handle {
-  std::array<char, 4> magic = {'n', 'f', 'n', '1'};
+  std::array<char, 4> magic = {'n', 'f', 'n', '2'};
   std::uint8_t family = 0;  // 4 or 6
   std::uint8_t streams = 1;
   std::uint16_t port = 0;
@@ -37,6 +37,7 @@ struct Handle {
   std::uint32_t scope = 0;
   std::uint32_t rma_min_bytes = 0;  // of the shortest part that this end takes by RMA; 0: it takes none
   std::uint32_t tuning = 0;         // tuning_checksum
+  std::uint32_t takes_gpus = 0;     // 1: this end may receive into memory of a GPU
   Id listener{};
   auth::Secret secret{};
   std::array<char, 24> fabric{};  // the provider, cut to this length; empty: TCP
@@ -107,6 +108,11 @@ class Endpoint {
   const Settings& settings() const { return settings_; }
   // Of messages in their memory. Null: only memory of the host is offered.
   Gpus* gpus() const { return gpus_.get(); }
+  // Whether the device's adapter reads and writes memory of GPUs, and takes dmabufs of it.
+  bool reaches_gpus(int device) { return cuda_ != nullptr && fabric_->of(device)->why_no_gpus().empty(); }
+  bool takes_dmabufs(int device) { return reaches_gpus(device) && fabric_->of(device)->limits().takes_dmabuf; }
+  // The process's CUDA, where an adapter reaches GPUs; else null.
+  const device::CudaProcess* cuda() const { return cuda_.get(); }
   // A communicator goes without the switch. NCCL goes on by its network, whatever CollNet's set-up returns (transport.cc,
   // ncclTransportCollNetCheck): where the switch is required, the network refuses everything from now on.
   void go_without_switch() { is_refusing_ = settings_.is_switch_required; }
@@ -150,6 +156,7 @@ class Endpoint {
   };
 
   Endpoint();
+  void open_fabric();
   transport::Fd open_port(const Device& device) const;
   void accept_all();
   void accept_one(int port);
@@ -169,6 +176,7 @@ class Endpoint {
   const Settings settings_;
   const std::vector<Device> devices_;
   std::optional<FabricPorts> fabric_;  // none: TCP
+  std::shared_ptr<device::CudaProcess> cuda_;
   std::unique_ptr<Gpus> gpus_;
   auth::Secret secret_{};
   std::mutex mutex_;

@@ -18,8 +18,8 @@ std::string host_of(const transport::Address& address) {
 
 }  // namespace
 
-FabricPorts::FabricPorts(const Settings& settings, const std::vector<Device>& devices)
-    : settings_(settings), devices_(devices) {
+FabricPorts::FabricPorts(const Settings& settings, const std::vector<Device>& devices, fabric::Gpus gpus)
+    : settings_(settings), devices_(devices), gpus_(gpus) {
   for (std::size_t i = 0; i < devices.size(); ++i) ports_.push_back(open(i));
 }
 
@@ -27,7 +27,8 @@ FabricPort FabricPorts::open(std::size_t device) const {
   const Device& at = devices_[device];
   try {
     std::vector<std::unique_ptr<fabric::Endpoint>> rails;
-    rails.push_back(fabric::open_named_endpoint(settings_.fabric, host_of(at.address), static_cast<int>(device)));
+    rails.push_back(
+        fabric::open_named_endpoint(settings_.fabric, host_of(at.address), static_cast<int>(device), gpus_));
     auto port = std::make_shared<fabric::StreamMux>(std::move(rails));
     port->set({.rma_min_bytes = settings_.rma_min_bytes, .registrations = settings_.registrations});
     return port;

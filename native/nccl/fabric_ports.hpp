@@ -2,6 +2,7 @@
 #pragma once
 
 #include <netfold/transport/fabric/fabric_pipe.hpp>
+#include <netfold/transport/fabric/libfabric.hpp>
 
 #include <memory>
 #include <mutex>
@@ -18,7 +19,8 @@ using FabricPort = std::shared_ptr<transport::fabric::StreamMux>;
 class FabricPorts {
  public:
   // Opens a port on each device. Throws transport::fabric::Error that names the provider and the device.
-  FabricPorts(const Settings& settings, const std::vector<Device>& devices);
+  // gpus: the ports are asked for memory of GPUs.
+  FabricPorts(const Settings& settings, const std::vector<Device>& devices, transport::fabric::Gpus gpus);
 
   // The port of a device. One whose endpoint had to be closed serves only its remaining streams; then a new one is
   // opened. Throws as the constructor.
@@ -31,6 +33,7 @@ class FabricPorts {
 
   const Settings& settings_;
   const std::vector<Device>& devices_;
+  const transport::fabric::Gpus gpus_;
   mutable std::mutex mutex_;
   std::vector<FabricPort> ports_;
 };

@@ -28,11 +28,11 @@ struct Hello {
   std::uint8_t is_again = 0;  // instead of a connection that broke
   std::uint8_t rail = 0;
   std::uint8_t rails = 1;
-  std::uint8_t security = 0;        // auth::Security
-  std::uint32_t rma_min_bytes = 0;  // of the comm; 0: nothing goes by RMA
-  std::uint32_t rank = 0;           // of a collective communicator's member; else 0
-  std::uint32_t reserved = 0;
-  std::uint64_t received = 0;  // bytes over the connections before
+  std::uint8_t security = 0;           // auth::Security
+  std::uint32_t rma_min_bytes = 0;     // of the comm; 0: nothing goes by RMA
+  std::uint32_t rank = 0;              // of a collective communicator's member; else 0
+  std::uint32_t announces_always = 0;  // 1: the listening end may receive into memory of a GPU
+  std::uint64_t received = 0;          // bytes over the connections before
   Id listener{};
   Id comm{};
   auth::Secret nonce{};

@@ -24,16 +24,10 @@ struct HeldListener {
   std::shared_ptr<Listener> listener;
 };
 using Pending = std::shared_ptr<Connecting>;
-struct Registration {
-  transport::Pipe::RegistrationLease lease;  // of a fabric
-  std::shared_ptr<Mirror> mirror;            // null: memory of the host
-};
 
 Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
 
-std::shared_ptr<Mirror> mirror_of(void* registration) {
-  return registration == nullptr ? nullptr : static_cast<Registration*>(registration)->mirror;
-}
+const Registered* registered(void* raw) { return static_cast<const Registered*>(raw); }
 
 // --- the functions ---------------------------------------------------------------------------------------------------
 
@@ -59,7 +53,10 @@ Result devices(int* count) {
 template <auto kOfHost, class Properties>
 Result net_properties(int number, Properties* properties) {
   const Result result = kOfHost(number, properties);
-  if (result != Result::success || Endpoint::instance().gpus() == nullptr) return result;
+  if (result != Result::success) return result;
+  if (Endpoint::instance().reaches_gpus(number)) properties->pointers |= kCudaPointer;
+  if (Endpoint::instance().takes_dmabufs(number)) properties->pointers |= kDmabufPointer;
+  if (Endpoint::instance().gpus() == nullptr) return result;
   properties->pointers |= kCudaPointer;
   if constexpr (requires { properties->max_message; }) properties->max_message = kMaxStaged;
   return result;
@@ -107,17 +104,26 @@ Result accept(void* listener, void** comm) {
   });
 }
 
+transport::Pipe::GpuLease register_gpu(transport::fabric::StreamMux& fabric, void* data, std::size_t bytes,
+                                       transport::fabric::Memory memory) {
+  memory.gpu = Endpoint::instance().cuda()->device_of(reinterpret_cast<std::uintptr_t>(data));
+  return fabric.lease_gpu(static_cast<std::byte*>(data), bytes, memory);
+}
+
 // A fabric keeps the memory registered until NCCL takes the registration back; TCP needs none.
 Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void** registration) {
   *registration = nullptr;
   return guarded([&] {
-    auto made = std::make_unique<Registration>();
-    if (kind == kCudaPointer && Endpoint::instance().gpus() != nullptr) {
+    auto made = std::make_unique<Registered>();
+    const auto& fabric = comm_of(comm).fabric();
+    if (kind == kCudaPointer && Endpoint::instance().cuda() != nullptr) {
+      made->gpu = register_gpu(*fabric, data, bytes, {});
+    } else if (kind == kCudaPointer && Endpoint::instance().gpus() != nullptr) {
       const auto address = reinterpret_cast<std::uintptr_t>(data);
       made->mirror = std::make_shared<Mirror>(Endpoint::instance().gpus()->of(address), address, bytes);
     } else if (kind != kHostPointer) {
       return gpu_was_not_offered();
-    } else if (const auto& fabric = comm_of(comm).fabric(); fabric != nullptr) {
+    } else if (fabric != nullptr) {
       made->lease = fabric->lease(static_cast<std::byte*>(data), bytes,
                                   transport::fabric::RegistrationCache::Lifetime::persistent);
     } else {
@@ -128,9 +134,24 @@ Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void
   });
 }
 
+// dmabuf: of the memory, which NCCL closes after the call; what is registered keeps the memory.
+Result register_gpu_dmabuf(void* comm, void* data, std::size_t bytes, int kind, std::uint64_t offset, int dmabuf,
+                           void** registration) {
+  if (kind != kCudaPointer || Endpoint::instance().cuda() == nullptr) {
+    return register_dmabuf(comm, data, bytes, kind, offset, dmabuf, registration);
+  }
+  *registration = nullptr;
+  return guarded([&] {
+    auto made = std::make_unique<Registered>();
+    made->gpu = register_gpu(*comm_of(comm).fabric(), data, bytes, {.dmabuf = dmabuf, .offset = offset});
+    *registration = made.release();
+    return Result::success;
+  });
+}
+
 Result deregister_memory(void*, void* registration) {
   return guarded([&] {
-    delete static_cast<Registration*>(registration);
+    delete static_cast<Registered*>(registration);
     return Result::success;
   });
 }
@@ -140,7 +161,7 @@ Result send(void* comm, void* data, std::size_t bytes, int tag, void* registrati
   *request = nullptr;
   return guarded([&] {
     Endpoint::instance().check_switch();
-    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag, mirror_of(registration));
+    Comm::Request* made = comm_of(comm).send(static_cast<std::byte*>(data), bytes, tag, registered(registration));
     if (made != nullptr) made->events[0] = start_net_event(profiled, bytes, true);
     *request = made;
     return Result::success;
@@ -156,9 +177,9 @@ Result receive(void* comm, int count, void** data, const std::size_t* bytes, con
       throw std::invalid_argument(std::to_string(count) + " receives in one request; at most " +
                                   std::to_string(kMaxReceives) + " were offered");
     }
-    std::array<std::shared_ptr<Mirror>, kMaxReceives> mirrors;
-    std::transform(registrations, registrations + count, mirrors.begin(), mirror_of);
-    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags, mirrors.data());
+    std::array<const Registered*, kMaxReceives> memory;
+    std::transform(registrations, registrations + count, memory.begin(), registered);
+    Comm::Request* made = comm_of(comm).receive(count, data, bytes, tags, memory.data());
     for (int i = 0; made != nullptr && profiled != nullptr && i < count; ++i) {
       made->events[static_cast<std::size_t>(i)] = start_net_event(profiled[i], bytes[i], false);
     }
@@ -167,10 +188,21 @@ Result receive(void* comm, int count, void** data, const std::size_t* bytes, con
   });
 }
 
-// The host's memory needs none, and staged copies are done when a request is.
-Result flush(void*, int, void**, int*, void**, void** request) {
+// The host's memory needs none, and staged copies are done when a request is. One adapter wrote the messages of one comm,
+// so that one read flushes all of them.
+Result flush(void* comm, int count, void** data, int* bytes, void** registrations, void** request) {
   *request = nullptr;
-  return Result::success;
+  return guarded([&] {
+    for (int i = 0; i < count && registrations != nullptr; ++i) {
+      const Registered* memory = registered(registrations[i]);
+      if (memory == nullptr || memory->gpu == nullptr || bytes[i] == 0) continue;
+      Comm::Request* made = comm_of(comm).flush(static_cast<std::byte*>(data[i]), *memory);
+      if (made == nullptr) throw std::runtime_error("all requests are in use, and none is left for a flush");
+      *request = made;
+      break;
+    }
+    return Result::success;
+  });
 }
 
 Result test(void* raw, int* done, int* bytes) {
@@ -204,7 +236,7 @@ Result close_listen(void* listener) {
   });
 }
 
-constexpr Registrations kRegistrations{register_memory, register_dmabuf, deregister_memory};
+constexpr Registrations kRegistrations{register_memory, register_gpu_dmabuf, deregister_memory};
 // NCCL calls every function whose pointer is not null, after each receive for one.
 constexpr Completion kCompletion{flush, test, close_comm, close_comm, close_listen, nullptr, nullptr};
 constexpr TransfersV10 kTransfers{

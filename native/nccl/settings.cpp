@@ -105,10 +105,14 @@ Settings Settings::from_environment() {
     settings.first_port = *first;
     settings.last_port = *last;
   }
-  if (const auto cuda = variable("NETFOLD_NCCL_CUDA"); cuda == "staged") {
-    settings.stages_gpus = true;
-  } else if (!cuda.empty() && cuda != "off") {
-    throw std::invalid_argument("NETFOLD_NCCL_CUDA=" + std::string(cuda) + " is not one of off, staged");
+  if (const auto cuda = variable("NETFOLD_NCCL_CUDA"); cuda == "direct") {
+    settings.cuda = Cuda::direct;
+  } else if (cuda == "staged") {
+    settings.cuda = Cuda::staged;
+  } else if (cuda == "off") {
+    settings.cuda = Cuda::off;
+  } else if (!cuda.empty() && cuda != "auto") {
+    throw std::invalid_argument("NETFOLD_NCCL_CUDA=" + std::string(cuda) + " is not one of auto, direct, staged, off");
   }
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);
   settings.switches = variable("NETFOLD_SWITCH");

@@ -12,6 +12,14 @@
 
 namespace netfold::nccl {
 
+// The way of messages in memory of a GPU. automatic: as `direct` where the provider of a fabric can do that, else `off`.
+enum class Cuda : std::uint8_t {
+  automatic,
+  direct,  // the network's adapter reads and writes it
+  staged,  // by way of pinned memory (staging.hpp)
+  off      // NCCL's kernels use memory of the host
+};
+
 struct Settings {
   auth::Security security = auth::Security::none;  // NETFOLD_SECURITY: none, authenticate, encrypt
   std::vector<std::string> interfaces;             // NETFOLD_INTERFACE, with commas; empty: all that are up
@@ -21,7 +29,7 @@ struct Settings {
   std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none
   std::string fabric;                              // NETFOLD_TRANSPORT=fabric:PROVIDER; empty: TCP
   std::size_t rma_min_bytes = 64 << 10;            // NETFOLD_RMA_MIN_BYTES
-  bool stages_gpus = false;                        // NETFOLD_NCCL_CUDA: off, staged
+  Cuda cuda = Cuda::automatic;                     // NETFOLD_NCCL_CUDA: auto, direct, staged, off
   transport::fabric::RegistrationCache::Limits registrations;  // NETFOLD_REGISTRATION_CACHE_ENTRIES, _BYTES
   // CollNet's, as they stand in the environment: a wrong one is no reason to go without the network.
   std::string switches;                // NETFOLD_SWITCH

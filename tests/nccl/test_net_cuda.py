@@ -43,11 +43,6 @@ def built(folder: Path, *flags: str) -> str:
     return path
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return built(tmp_path_factory.mktemp("cuda"))
-
-
 class Gpu:
     """Memory of a GPU, whose addresses are the process's. What is late there shows in the values."""
 
@@ -442,4 +437,4 @@ def wrong(rank: int, size: int, folder: str) -> str:
 
 def test_a_wrong_value_is_named() -> None:
     (said,) = values(run_ranks(wrong, 1, env={**ENV, "NETFOLD_NCCL_CUDA": "yes"}))
-    assert "NETFOLD_NCCL_CUDA=yes is not one of off, staged" in said
+    assert "NETFOLD_NCCL_CUDA=yes is not one of auto, direct, staged, off" in said

@@ -22,7 +22,9 @@ class CudaProcess {
   CudaProcess(const CudaProcess&) = delete;
   CudaProcess& operator=(const CudaProcess&) = delete;
 
-  // Of the device that the address belongs to. Made once a device; retains its primary context.
+  // The number of the device that the address belongs to.
+  int device_of(std::uint64_t address) const;
+  // Of that device. Made once a device; retains its primary context.
   std::shared_ptr<CudaDriver> driver_of(std::uint64_t address);
 
   // While it lives, `driver`'s context is the thread's current one, and no call ends another thread's capture of a graph.

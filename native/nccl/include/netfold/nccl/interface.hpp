@@ -25,6 +25,7 @@ inline constexpr std::size_t kHandleBytes = 128;  // NCCL_NET_HANDLE_MAXSIZE
 inline constexpr int kMaxRequests = 32;           // NCCL_NET_MAX_REQUESTS, of one comm
 inline constexpr int kHostPointer = 1;            // NCCL_PTR_HOST
 inline constexpr int kCudaPointer = 2;            // NCCL_PTR_CUDA
+inline constexpr int kDmabufPointer = 4;          // NCCL_PTR_DMABUF
 inline constexpr int kUndefined = -1;             // NCCL_NET_ID_UNDEF
 
 // ncclDebugLogger_t: level, subsystems, file, line, printf's format.
