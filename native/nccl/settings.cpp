@@ -109,9 +109,9 @@ Settings Settings::from_environment() {
     settings.cuda = Cuda::direct;
   } else if (cuda == "staged") {
     settings.cuda = Cuda::staged;
-  } else if (cuda == "off") {
-    settings.cuda = Cuda::off;
-  } else if (!cuda.empty() && cuda != "auto") {
+  } else if (cuda == "auto") {
+    settings.cuda = Cuda::automatic;
+  } else if (!cuda.empty() && cuda != "off") {
     throw std::invalid_argument("NETFOLD_NCCL_CUDA=" + std::string(cuda) + " is not one of auto, direct, staged, off");
   }
   settings.streams = number("NETFOLD_NCCL_STREAMS", settings.streams, 1, 8);

@@ -29,7 +29,7 @@ struct Settings {
   std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none
   std::string fabric;                              // NETFOLD_TRANSPORT=fabric:PROVIDER; empty: TCP
   std::size_t rma_min_bytes = 64 << 10;            // NETFOLD_RMA_MIN_BYTES
-  Cuda cuda = Cuda::automatic;                     // NETFOLD_NCCL_CUDA: auto, direct, staged, off
+  Cuda cuda = Cuda::off;                           // NETFOLD_NCCL_CUDA: auto, direct, staged, off
   transport::fabric::RegistrationCache::Limits registrations;  // NETFOLD_REGISTRATION_CACHE_ENTRIES, _BYTES
   // CollNet's, as they stand in the environment: a wrong one is no reason to go without the network.
   std::string switches;                // NETFOLD_SWITCH

@@ -307,7 +307,7 @@ def offered(rank: int, size: int, folder: str, driver: str) -> tuple[int, list[A
     ("transport", "cuda", "pointers"),
     [
         ("fabric:strict:hmem=1+tcp", "auto", HOST | CUDA | DMABUF),
-        ("fabric:strict:hmem=1+tcp", "", HOST | CUDA | DMABUF),
+        ("fabric:strict:hmem=1+tcp", "", HOST),
         ("fabric:strict:hmem=1+tcp", "off", HOST),
         ("fabric:strict+tcp", "auto", HOST),
         ("fabric:tcp", "auto", HOST),
