@@ -136,6 +136,7 @@ def unexpected(rank: int, size: int, folder: str, driver: str, kinds: Kinds) -> 
             sent = [each for each in sent if each is None or plugin.test(each) is None]
         assert np.array_equal(into.values[: lengths[tag]], pattern(lengths[tag], 10 * tag + 1 - rank)), tag
         assert not into.values[lengths[tag] :].any()
+        into.end()
     plugin.wait(*sent)
     wait_for_peer(rank, folder)
     plugin.close(to, back)
@@ -364,6 +365,7 @@ def messages_with(rank: int, folder: str, driver: str) -> None:
         received = plugin.receive(back, [into.data], registrations=[into.registration])
         plugin.wait(received, plugin.send(to, ours.data, registration=ours.registration), quiet_s=60)
         assert np.array_equal(into.values, pattern(bytes_, 2 * round_ + 1 - rank))
+        ours.end(), into.end()
     wait_for_peer(rank, folder)
     plugin.close(to, back)
 
