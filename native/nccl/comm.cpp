@@ -89,23 +89,18 @@ void Comm::post(const Request& request, int which, Kind kind, std::byte* data, s
 
 Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, const Registered* memory) {
   const std::lock_guard lock(mutex_);
-  StagedMessage message;
-  if (memory != nullptr && memory->mirror != nullptr && bytes > 0)
-    message = {memory->mirror, reinterpret_cast<std::uintptr_t>(data), bytes};
   Request* request = free_request(1);
   if (request == nullptr) return nullptr;
   request->bytes_[0] = bytes;
-  if (message) {
-    data = message.data();
-    try {
-      message.fetch(bytes);
-    } catch (...) {
-      end(*request);
-      throw;
-    }
-    request->staged_[0] = std::move(message);
+  if (memory != nullptr && memory->mirror != nullptr && bytes > 0) {
+    data = stage(*request, 0, *memory, data, bytes, [&](StagedMessage& message) { message.fetch(bytes); });
   }
-  unposted_.push_back({request, data, bytes, tag, memory == nullptr ? nullptr : memory->gpu});
+  auto gpu = memory == nullptr ? nullptr : memory->gpu;
+  if (request->is_staged_ || !unposted_.empty()) {
+    unposted_.push_back({request, data, bytes, tag, std::move(gpu)});
+  } else {
+    post(*request, 0, Kind::send, data, bytes, tag, std::move(gpu));
+  }
   progress();
   return request;
 }
@@ -113,22 +108,41 @@ Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, const Reg
 Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* bytes, const int* tags,
                              const Registered* const* memory) {
   const std::lock_guard lock(mutex_);
-  std::array<StagedMessage, kMaxReceives> staged{};
-  for (int i = 0; i < count; ++i) {
-    if (memory[i] == nullptr || memory[i]->mirror == nullptr || bytes[i] == 0) continue;
-    StagedMessage& message = staged[static_cast<std::size_t>(i)];
-    message = {memory[i]->mirror, reinterpret_cast<std::uintptr_t>(data[i]), bytes[i]};
-    message.expect();
-  }
   Request* request = free_request(count);
   if (request == nullptr) return nullptr;
-  request->staged_ = std::move(staged);
+  std::array<std::byte*, kMaxReceives> into;
   for (int i = 0; i < count; ++i) {
-    const StagedMessage& message = request->staged_[static_cast<std::size_t>(i)];
-    post(*request, i, Kind::receive, message ? message.data() : static_cast<std::byte*>(data[i]), bytes[i], tags[i],
+    auto& place = into[static_cast<std::size_t>(i)] = static_cast<std::byte*>(data[i]);
+    if (memory[i] == nullptr || memory[i]->mirror == nullptr || bytes[i] == 0) continue;
+    place = stage(*request, i, *memory[i], place, bytes[i], [](StagedMessage& message) { message.expect(); });
+  }
+  for (int i = 0; i < count; ++i) {
+    post(*request, i, Kind::receive, into[static_cast<std::size_t>(i)], bytes[i], tags[i],
          memory[i] == nullptr ? nullptr : memory[i]->gpu);
   }
   return request;
+}
+
+// Begins a staged message. Returns its place in the host's memory.
+template <class Begin>
+std::byte* Comm::stage(Request& request, int which, const Registered& memory, std::byte* data, std::size_t bytes,
+                       Begin begin) {
+  request.is_staged_ = true;
+  try {
+    StagedMessage& message = request.staged_[static_cast<std::size_t>(which)];
+    message = {memory.mirror, reinterpret_cast<std::uintptr_t>(data), bytes};
+    begin(message);
+    return message.data();
+  } catch (...) {
+    end(request);
+    throw;
+  }
+}
+
+void Comm::end(Request& request) {
+  if (std::exchange(request.is_staged_, false)) request.staged_ = {};
+  request.flush_ = nullptr;
+  request.count_ = request.left_ = 0;
 }
 
 Comm::Request* Comm::flush(std::byte* data, const Registered& memory) {
@@ -175,6 +189,7 @@ void Comm::post_sends() {
 
 // Begins the copies of what arrived to the GPU.
 void Comm::bring(Request& request) {
+  if (!request.is_staged_) return;
   for (std::size_t i = 0; i < request.staged_.size(); ++i) {
     if (request.staged_[i]) request.staged_[i].bring(request.bytes_[i]);
   }

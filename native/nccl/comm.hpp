@@ -63,6 +63,7 @@ class Comm {
     int left_ = 0;
     std::array<std::size_t, kMaxReceives> bytes_{};
     std::array<StagedMessage, kMaxReceives> staged_{};
+    bool is_staged_ = false;                              // one of them is in use
     std::shared_ptr<transport::fabric::GpuFlush> flush_;  // null: the request is of messages
   };
 
@@ -122,11 +123,14 @@ class Comm {
     transport::Pipe::GpuLease gpu;
   };
 
+  template <class Begin>
+  std::byte* stage(Request& request, int which, const Registered& memory, std::byte* data, std::size_t bytes,
+                   Begin begin);
   void post_sends();
   void take_done();
   void bring(Request& request);
   bool is_copied(Request& request);
-  void end(Request& request) { request.count_ = request.left_ = 0, request.staged_ = {}, request.flush_ = nullptr; }
+  void end(Request& request);
   void fail(const std::string& why);
   Request* free_request(int count);
   void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag,
