@@ -34,6 +34,10 @@ Kinds = tuple[int, int]
 KINDS = pytest.mark.parametrize("kinds", [(CUDA, CUDA), (CUDA, HOST), (HOST, CUDA)], ids=["both", "sender", "receiver"])
 
 
+# Registered memory may not be freed, and the endpoint's threads go on behind a test.
+_kept: list[Memory] = []
+
+
 class Memory:
     """Memory of a kind that is registered with a comm. `values`: its bytes, as the test sees them."""
 
@@ -49,6 +53,7 @@ class Memory:
             whole = self.data = self.values = np.zeros(bytes_, np.uint8)
         self._whole: Any = whole
         self.registration = plugin.register(comm, whole, kind)
+        _kept.append(self)
 
     def part(self, begin: int, bytes_: int) -> Any:
         """Some of its bytes, as a message names them."""
@@ -57,6 +62,7 @@ class Memory:
 
     def end(self) -> None:
         assert self._plugin.table.deregister_memory(self._comm, self.registration) == 0
+        _kept.remove(self)
 
 
 def wait_for_peer(rank: int, folder: str) -> None:
