@@ -48,7 +48,7 @@ OVER_THE_NETWORK = {
 }
 QUIET = {"NCCL_DEBUG": "WARN"}
 LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,TUNING"}
-# Of a launch: kernels of NCCL wait for ever.
+# A launch ends after this time, since NCCL's kernels wait for ever.
 DEADLINE_S = 60.0
 NETFOLD = {"LD_LIBRARY_PATH": str(plugin().parent), "NCCL_NET_PLUGIN": "netfold", "NCCL_NET": "netfold"}
 SOCKETS = {"NCCL_NET_PLUGIN": "none", "NCCL_NET": "Socket"}

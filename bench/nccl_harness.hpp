@@ -1,4 +1,5 @@
-// What the programs that load NCCL's plugins share: the tables, NCCL's log, files by which ranks meet, an end with why.
+// The programs that load NCCL's plugins share this: the tables, NCCL's log, files by which ranks meet, an end with a
+// reason.
 #pragma once
 
 #include <dlfcn.h>

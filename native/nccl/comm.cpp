@@ -283,7 +283,7 @@ void Comm::give_up(int rail, int reconnects, const std::string& why) {
 void Comm::look() {
   const std::lock_guard lock(mutex_);
   lane_.mesh().hung_up(other());
-  // What came last may say that the other end left: then there is nothing to make again.
+  // The last bytes may say that the other end left: then there is nothing to make again.
   bool is_broken = false;
   for (int rail = 0; rail < rails(); ++rail) is_broken |= socket(rail).is_broken();
   if (!is_broken || role_ != Role::sender || !lane_.has_left(other())) return;

@@ -32,6 +32,12 @@ def exchange(plugin: Plugin, rank: int, folder: str) -> tuple[c_void_p, c_void_p
     return to, back
 
 
+def wait_for_peer(rank: int, folder: str) -> None:
+    """Return once both ranks have called."""
+    FileStore(folder).set(f"done/{rank}", b"")
+    FileStore(folder).get(f"done/{1 - rank}", 60)
+
+
 def messages_of_many_sizes(rank: int, size: int, folder: str, version: int) -> None:
     plugin = Plugin(version)
     to, back = exchange(plugin, rank, folder)

@@ -18,7 +18,7 @@ import pytest
 from fabrics import need_libfabric
 from nccl.gpu_memory import GpuMemory
 from nccl.loader import CUDA, DMABUF, HOST, INFO, REMOTE_ERROR, VERSIONS, WARN, NcclError, Plugin
-from nccl.test_net import ENV, exchange, groups, many_outstanding, one_tag_ahead, pattern
+from nccl.test_net import ENV, exchange, groups, many_outstanding, one_tag_ahead, pattern, wait_for_peer
 from nccl.test_net_cuda import Gpu
 from nccl.test_net_failures import one_way
 from ranks import run_ranks, values
@@ -63,11 +63,6 @@ class Memory:
     def end(self) -> None:
         assert self._plugin.table.deregister_memory(self._comm, self.registration) == 0
         _kept.remove(self)
-
-
-def wait_for_peer(rank: int, folder: str) -> None:
-    FileStore(folder).set(f"done/{rank}", b"")
-    FileStore(folder).get(f"done/{1 - rank}", 60)
 
 
 def flush(plugin: Plugin, comm: c_void_p, memory: Memory, bytes_: int) -> bool:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from c_library import compile_library
 
 from netfold._native import device as native
 
@@ -31,12 +29,7 @@ class Library:
     """The compiled library. The calls of `calls` release the GIL, those of `holding` keep it."""
 
     def __init__(self, folder: Path) -> None:
-        compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-        if compiler is None:
-            pytest.skip("the fake CUDA driver cannot be built: no C compiler is on the PATH")
-        self.path = str(folder / "libfake_cuda.so")
-        command = [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o", self.path, str(SOURCE)]
-        subprocess.run(command, check=True, timeout=60)
+        self.path = compile_library(SOURCE, folder / "libfake_cuda.so")
         self.calls = ctypes.CDLL(self.path)
         self.holding = ctypes.PyDLL(self.path)
         for library in (self.calls, self.holding):
