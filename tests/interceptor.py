@@ -23,8 +23,10 @@ class Interceptor:
         self.port = self._listener.getsockname()[1]
         self.captured: list[bytes] = []
         self.connections = 0
-        self.attack = ""  # flip, repeat, leave out or cut: done once, then reset to empty
+        self.attack = ""  # flip, repeat, leave out, cut or hold: done once, then reset to empty
+        self.attack_after = 0  # bytes of a direction
         self.done = threading.Event()
+        self.released = threading.Event()  # set by the test: what was held goes on
         self._lock = threading.Lock()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -38,14 +40,16 @@ class Interceptor:
 
     def _pass_on(self, source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):
+            passed = 0
             while data := source.recv(1 << 20):
                 self.captured.append(data)
-                to.sendall(self._attacked(data, source, to))
+                passed += len(data)
+                to.sendall(self._attacked(data, to) if passed >= self.attack_after else data)
         for stream in (source, to):
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
 
-    def _attacked(self, data: bytes, source: socket.socket, to: socket.socket) -> bytes:
+    def _attacked(self, data: bytes, to: socket.socket) -> bytes:
         with self._lock:
             if not self.attack or len(data) < _LONG:
                 return data
@@ -56,6 +60,10 @@ class Interceptor:
             return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         if attack == "repeat":
             return data + data
+        if attack == "hold":
+            to.sendall(data[:middle])
+            assert self.released.wait(60)
+            return data[middle:]
         if attack == "leave out":
             return data[:middle] + data[middle + 8 :]
         assert attack == "cut", attack

@@ -9,7 +9,8 @@
 //   barrier                     a header to every rank
 //
 // Best for small messages (one latency), and a simple reference for all sizes. Reductions add in rank order, so every
-// rank gets the same bits.
+// rank gets the same bits. They begin with the first bytes that have arrived from all, so that a slow link does not wait
+// for a sum.
 //
 // The pairwise all_to_all is this exchange with one partner a step, in P-1 steps: in step s a rank sends to the rank s
 // positions ahead and receives from the rank s positions behind. So all ranks never send to one rank together, which
@@ -42,9 +43,9 @@ class Direct final : public Algorithm {
     }
     moved |= receive();
     if (failure_) return Progress::failed;
+    moved |= reduce_arrived();
     if (sent_ < outgoing_.size() || received_ < incoming_.size()) return moved ? Progress::moved : Progress::idle;
     counts_.registrations = tensor_registrations_.registrations();
-    finish();
     return Progress::done;
   }
 
@@ -74,6 +75,8 @@ class Direct final : public Algorithm {
  private:
   // A rank sends, and receives, so many blocks at a time in a paced exchange.
   static constexpr std::size_t kAtOnce = 2;
+  // A part of a reduction: few enough bytes that they are still in the L2 cache.
+  static constexpr std::size_t kReduceBytes = 64 << 10;
 
   void plan() {
     const int me = team_.position();
@@ -168,12 +171,24 @@ class Direct final : public Algorithm {
     return moved;
   }
 
-  void finish() {
-    if (sources_.empty()) return;
+  // Adds what has arrived from all other ranks. Returns whether there was anything to add.
+  bool reduce_arrived() {
+    if (sources_.empty()) return false;
     const Buffer& out = call_.outputs[0];
-    const std::size_t count = out.bytes / kernels::element_bytes(call_.dtype);
-    kernels::reduce(call_.reduce, call_.dtype, out.data, sources_.data(), sources_.size(), count);
-    if (call_.average) divide(call_.dtype, out, team_.size());
+    std::size_t ready = out.bytes;
+    for (const Incoming& message : incoming_) ready = std::min(ready, message.received());
+    // The sum replaces the values, so that they must be sent before.
+    for (const Outgoing& message : outgoing_) ready = std::min(ready, message.free_before(mesh_, out));
+    if (ready < out.bytes && ready < reduced_ + kReduceBytes) return false;
+    const std::size_t unit = kernels::element_bytes(call_.dtype);
+    const Buffer part{out.data + reduced_, (ready - reduced_) / unit * unit};
+    if (part.bytes == 0) return false;
+    parts_.clear();
+    for (const std::byte* source : sources_) parts_.push_back(source + reduced_);
+    kernels::reduce(call_.reduce, call_.dtype, part.data, parts_.data(), parts_.size(), part.bytes / unit);
+    if (call_.average) divide(call_.dtype, part, team_.size());
+    reduced_ += part.bytes;
+    return true;
   }
 
   const Call& call_;
@@ -187,7 +202,9 @@ class Direct final : public Algorithm {
   std::size_t received_ = 0;  // all messages below are received
   TensorRegistrations tensor_registrations_;
   transport::Pipe::Scratch scratch_;
-  std::vector<const void*> sources_;  // to reduce, in rank order; empty where nothing is reduced
+  std::vector<const std::byte*> sources_;  // to reduce, in rank order; empty where nothing is reduced
+  std::vector<const void*> parts_;         // of sources_
+  std::size_t reduced_ = 0;                // bytes
 };
 
 }  // namespace

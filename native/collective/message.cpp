@@ -101,6 +101,15 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
   return moved;
 }
 
+std::size_t Outgoing::free_before(const transport::Mesh& mesh, const Buffer& memory) const {
+  if (done()) return memory.bytes;
+  const std::size_t kept = mesh.bytes_in_flight(peer_);
+  const std::size_t taken = sent_ - std::min(sent_, kept + sizeof header_);
+  const std::byte* needed = data_ + taken;
+  if (needed >= memory.data + memory.bytes || data_ + bytes_ <= memory.data) return memory.bytes;
+  return needed > memory.data ? static_cast<std::size_t>(needed - memory.data) : 0;
+}
+
 transport::Mesh::Io IncomingHeader::receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes) {
   if (early_.empty()) return mesh.receive(peer_, into, bytes);
   const std::size_t count = std::min(bytes, early_.size());

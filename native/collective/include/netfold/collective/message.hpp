@@ -63,6 +63,8 @@ class Outgoing {
   int peer() const { return peer_; }
   // Events to wait for while it is not done.
   short events() const { return all_sent() ? 0 : POLLOUT; }
+  // How many of the first bytes of `memory` this message does not need any more, or never did.
+  std::size_t free_before(const transport::Mesh& mesh, const Buffer& memory) const;
   // Returns bytes moved.
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
@@ -113,6 +115,7 @@ class Incoming {
       : header_(call, peer, bytes), data_(data), bytes_(bytes), among_(among) {}
   bool done() const { return header_.done() && received_ == bytes_; }
   int peer() const { return header_.peer(); }
+  std::size_t received() const { return received_; }
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
