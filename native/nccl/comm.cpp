@@ -291,27 +291,31 @@ void Comm::look() {
 }
 
 void Comm::leave() {
-  const std::lock_guard lock(mutex_);
-  collective::Failure left;
-  left.kind = collective::Failure::Kind::aborted;
-  left.text = "it closed the connection";
-  left.orderly = true;
-  lane_.abort(left);
-  lane_.mesh().cancel();
-  unposted_.clear();
-  const std::int64_t until_ns = now_ns() + kCopyNs;
-  for (Request& request : requests_) {
-    try {
-      while (std::ranges::any_of(request.staged_, &StagedMessage::is_copying)) {
-        if (now_ns() >= until_ns) throw device::CudaError("it is not done after 5 s");
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-      }
-    } catch (const device::CudaError& error) {
-      warn("a copy of a message with " + peer_ + " in memory of a GPU: " + error.what());
-      for (const StagedMessage& message : request.staged_) message.abandon();
-    }
-    request.staged_ = {};
+  {
+    const std::lock_guard lock(mutex_);
+    collective::Failure left;
+    left.kind = collective::Failure::Kind::aborted;
+    left.text = "it closed the connection";
+    left.orderly = true;
+    lane_.abort(left);
+    lane_.mesh().cancel();
+    unposted_.clear();
   }
+  for (Request& request : requests_) {
+    while (is_copying(request)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+bool Comm::is_copying(Request& request) {
+  const std::lock_guard lock(mutex_);
+  try {
+    if (std::ranges::any_of(request.staged_, &StagedMessage::is_copying)) return true;
+  } catch (const device::CudaError& error) {
+    warn("a message with " + peer_ + ": " + error.what());
+    for (const StagedMessage& message : request.staged_) message.abandon();
+  }
+  request.staged_ = {};
+  return false;
 }
 
 bool Comm::has_arrived() {

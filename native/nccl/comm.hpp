@@ -108,13 +108,12 @@ class Comm {
   void look();
 
   // Tells the other end that this one leaves. No peer, provider or copy uses a request's memory any more when it
-  // returns; where a GPU does not end its copies within kCopyNs, NCCL's log says so.
+  // returns; where a GPU does not end its copies, NCCL's log says so.
   void leave();
   // Whether everything that was sent has arrived at the other end's host, or cannot.
   bool has_arrived();
 
  private:
-  static constexpr std::int64_t kCopyNs = 5'000'000'000;
   struct Unposted {
     Request* request;
     std::byte* data;
@@ -130,6 +129,7 @@ class Comm {
   void take_done();
   void bring(Request& request);
   bool is_copied(Request& request);
+  bool is_copying(Request& request);
   void end(Request& request);
   void fail(const std::string& why);
   Request* free_request(int count);

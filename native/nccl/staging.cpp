@@ -1,5 +1,7 @@
 #include "staging.hpp"
 
+#include <netfold/transport/socket.hpp>
+
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -75,15 +77,28 @@ bool Mirror::passed(const device::Event& copied) const {
   return copied.passed();
 }
 
-void StagedMessage::fetch(std::size_t bytes) { copied_ = mirror_->to_host(address_, bytes); }
+void StagedMessage::fetch(std::size_t bytes) {
+  copied_ = mirror_->to_host(address_, bytes);
+  copied_until_ns_ = transport::now_ns() + kCopyNs;
+}
 
 void StagedMessage::bring(std::size_t bytes) {
-  if (bytes > 0) copied_ = mirror_->to_gpu(address_, bytes);
+  if (bytes > 0) {
+    copied_ = mirror_->to_gpu(address_, bytes);
+    copied_until_ns_ = transport::now_ns() + kCopyNs;
+  }
   is_awaited_ = false;
 }
 
 bool StagedMessage::is_copying() {
-  if (copied_ != nullptr && mirror_->passed(*copied_)) copied_ = nullptr;
+  if (copied_ == nullptr) return false;
+  if (mirror_->passed(*copied_)) {
+    copied_ = nullptr;
+  } else if (transport::now_ns() >= copied_until_ns_) {
+    throw device::CudaError(
+        "the GPU has not copied a message after 10 s, so that other work holds it or it has failed; without "
+        "NETFOLD_NCCL_CUDA=staged NCCL uses the host's memory, and needs no copy");
+  }
   return copied_ != nullptr;
 }
 

@@ -81,6 +81,7 @@ class StagedMessage {
   // From now on the message is done only after `bring`, which begins the copy of the `bytes` that arrived.
   void expect() { is_awaited_ = true; }
   void bring(std::size_t bytes);
+  // Throws device::CudaError for a copy that has not ended after kCopyNs.
   bool is_copying();
   bool is_done() { return !is_awaited_ && !is_copying(); }
   void abandon() const {
@@ -88,10 +89,13 @@ class StagedMessage {
   }
 
  private:
+  static constexpr std::int64_t kCopyNs = 10'000'000'000;  // a copy takes less than a millisecond
+
   std::shared_ptr<Mirror> mirror_;
   std::uint64_t address_ = 0;
   std::byte* data_ = nullptr;
   bool is_awaited_ = false;
+  std::int64_t copied_until_ns_ = 0;
   std::shared_ptr<const device::Event> copied_;  // null: no copy is under way
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import time
 from ctypes import c_void_p
@@ -314,14 +315,41 @@ def hangs(rank: int, size: int, folder: str, driver: str, ends: bool) -> list[st
         gpu.hangs(False)
     wait_for_peer(rank, folder)
     plugin.close(to if rank == 1 else None, back)
-    return [text for level, text in plugin.log if level == WARN and "is not done after 5 s" in text]
+    return [text for level, text in plugin.log if level == WARN and "not copied a message" in text]
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
 def test_pinned_memory_of_a_copy_that_hangs_is_not_used_again(driver: str, ends: bool) -> None:
     said, _ = values(run_ranks(hangs, 2, driver, ends, env=STAGED))
     assert len(said) == (0 if ends else 1)
-    assert all("a copy of a message with" in each and "in memory of a GPU" in each for each in said)
+    assert all(re.search(r"a message with .*: the GPU has not copied a message after 10 s", each) for each in said)
+
+
+def copies_nothing(rank: int, size: int, folder: str, driver: str) -> str:
+    gpu, plugin = Gpu(driver), Plugin()
+    to, back = exchange(plugin, rank, folder)
+    if rank == 0:
+        ours = gpu.holds(pattern(100_000, 0))
+        held = plugin.register(to, ours, CUDA)
+        gpu.hangs(True)
+        sent = plugin.send(to, ours, registration=held)
+        with pytest.raises(NcclError) as raised:
+            plugin.wait(sent)
+        gpu.hangs(False)
+        plugin.close(to, back)
+        return str(raised.value)
+    into = gpu.holds(np.zeros(100_000, np.uint8))
+    held = plugin.register(back, into, CUDA)
+    with pytest.raises(NcclError) as raised:
+        plugin.wait(plugin.receive(back, [into], registrations=[held]))
+    plugin.close(to, back)
+    return str(raised.value)
+
+
+def test_a_gpu_that_copies_nothing_ends_the_wait(driver: str) -> None:
+    ours, theirs = values(run_ranks(copies_nothing, 2, driver, env=STAGED))
+    assert "sending to" in ours and "the GPU has not copied a message after 10 s" in ours
+    assert "receiving from" in theirs and "closed the connection" in theirs
 
 
 def full(rank: int, size: int, folder: str, driver: str) -> None:
