@@ -289,6 +289,34 @@ class RunningSwitch:
             time.sleep(0.02)
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP; returns once all threads of the process have stopped, which takes until each next gets a core."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = Deadline(10)
+    while any(
+        Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(") ")[2][0] != "T"
+        for task in os.listdir(f"/proc/{pid}/task")
+    ):
+        assert deadline.left() > 0, f"process {pid} does not stop"
+        time.sleep(0.01)
+
+
+def private(path: Path, text: str) -> str:
+    """Write a file that only its owner can read, as one with tokens or a secret has to be; returns its path."""
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return str(path)
+
+
+@contextlib.contextmanager
+def two_leaves(*words: str, parent: Sequence[str] = ()) -> Iterator[list[RunningSwitch]]:
+    """A root and two switches below it. words: options of all. parent: more options of the lower ones."""
+    with running_switch(*words) as root:
+        below = [*words, "--parent", root.endpoint, *parent]
+        with running_switch(*below) as one, running_switch(*below) as other:
+            yield [root, one, other]
+
+
 @contextlib.contextmanager
 def running_switch(*options: str, prefix: Sequence[str] = ()) -> Iterator[RunningSwitch]:
     """A daemon on a free loopback port, run under the command `prefix`. SIGTERM must end it with exit code 0."""

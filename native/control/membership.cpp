@@ -56,14 +56,17 @@ Membership::Event lost(const std::string& endpoint, const std::string& why) {
   return {Membership::Event::Kind::lost, "the switch at " + endpoint + " is gone (" + why + ")", -1};
 }
 
+bool has_tree(const JoinRequest& request) { return !std::holds_alternative<std::monostate>(request.tree.data); }
+
 void check_request(const JoinRequest& request) {
   const auto is_hexadecimal = [](char each) { return std::isxdigit(static_cast<unsigned char>(each)) != 0; };
   if (request.job.size() < 16 || request.job.size() > 128 || !std::ranges::all_of(request.job, is_hexadecimal)) {
     throw std::invalid_argument("a job is named by 16 to 128 hexadecimal digits");
   }
-  if (std::ranges::count(request.ranks, request.rank) != 1 || request.ranks.size() > protocol::kMaxWorkers) {
-    throw std::invalid_argument("a job has 1 to " + std::to_string(protocol::kMaxWorkers) +
-                                " ranks, and this one among them, not " + std::to_string(request.ranks.size()));
+  const std::size_t most = has_tree(request) ? kMaxJobWorkers : protocol::kMaxWorkers;
+  if (std::ranges::count(request.ranks, request.rank) != 1 || request.ranks.size() > most) {
+    throw std::invalid_argument("a job has 1 to " + std::to_string(most) + " ranks, and this one among them, not " +
+                                std::to_string(request.ranks.size()));
   }
   if (request.timeout_ns <= 0 || request.timeout_ns > kMaxTimeoutNs) {
     throw std::invalid_argument("a join takes more than 0 s and up to a day, not " + seconds(request.timeout_ns));
@@ -147,7 +150,78 @@ std::size_t probe_path(UdpSocket& port, transport::Datagrams::Peer to, const Adm
                   (error.empty() ? "" : " (the last packet did not leave: " + error + ")"));
 }
 
+// The first message of a connection: with the version, and the token if there is one.
+Value::Map first_message(const char* type, const JoinRequest& request) {
+  Value::Map message{{"version", kControlProtocolVersion}, {"type", type}};
+  if (!request.token.empty()) message.emplace_back("token", request.token);
+  return message;
+}
+
+void require_keys(const JoinRequest& request, const SwitchAddress& to) {
+  if (!to.fingerprint.empty() || request.security == auth::Security::none) return;
+  throw std::runtime_error("rank " + std::to_string(request.rank) + ": the switch at " + to.endpoint() +
+                           " has no keys, and NETFOLD_SECURITY=" +
+                           (request.security == auth::Security::encrypt ? "encrypt" : "authenticate") +
+                           ": start it with --token-file, and name it with its fingerprint");
+}
+
+// Runs `ask(deadline_ns)`, which talks to the switch, and explains its errors.
+template <class Ask>
+auto explained(const JoinRequest& request, Ask ask) {
+  const std::int64_t deadline_ns = now_ns() + request.timeout_ns;
+  const std::string name =
+      "rank " + std::to_string(request.rank) + ": the switch at " + request.to.endpoint() + " (NETFOLD_SWITCH)";
+  const bool is_pinned = !request.to.fingerprint.empty();
+  require_keys(request, request.to);
+  if (!is_pinned && !request.token.empty()) {
+    throw std::runtime_error(
+        name +
+        ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: any process that answers "
+        "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it "
+        "starts, host:port#fingerprint");
+  }
+  const std::string missing = is_pinned ? auth::unavailable_reason() + tls_unavailable_reason() : "";
+  if (!missing.empty()) {
+    throw std::runtime_error(name + " wants packets to be authenticated, and this host cannot: " + missing +
+                             ". Without it only a switch with --open can be joined");
+  }
+  try {
+    return ask(deadline_ns);
+  } catch (const ConnectError& error) {
+    throw std::runtime_error(name + error.what());
+  } catch (const Unanswered&) {
+    throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
+                             "; is the address right?");
+  } catch (const TimedOut&) {
+    throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
+                             ": either it is no netfold switch, or not all of the " +
+                             std::to_string(request.ranks.size()) + " ranks joined");
+  } catch (const ReplyError& error) {
+    throw std::runtime_error(name + " " + error.what());
+  } catch (const std::exception& error) {
+    throw std::runtime_error(
+        name + " is no netfold switch, or it stopped while this rank joined: " + error.what() +
+        (is_pinned ? "" : "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"));
+  }
+}
+
 }  // namespace
+
+PathToRoot query_path_to_root(const JoinRequest& request) {
+  const std::string& fingerprint = request.to.fingerprint;
+  const std::string endpoint = request.to.endpoint() + (fingerprint.empty() ? "" : "#" + fingerprint);
+  const PathToRoot path = explained(request, [&](std::int64_t deadline_ns) {
+    ControlStream stream(request.to, deadline_ns);
+    Value::Map message = first_message("path", request);
+    message.emplace_back("below", Value::Array{});
+    stream.send(message, deadline_ns + kGraceNs);
+    const Value reply = stream.receive(deadline_ns + kGraceNs);
+    check_reply(reply, "path", true);
+    return PathToRoot(reply, endpoint);
+  });
+  for (const std::string& each : path.endpoints) require_keys(request, SwitchAddress::parse(each));
+  return path;
+}
 
 struct Membership::Connection {
   Connection(const JoinRequest& request, std::int64_t deadline_ns)
@@ -193,47 +267,11 @@ Membership::~Membership() = default;
 
 std::unique_ptr<Membership> Membership::join(const JoinRequest& request) {
   check_request(request);
-  const std::int64_t deadline_ns = now_ns() + request.timeout_ns;
-  const std::string address = "rank " + std::to_string(request.rank) + ": the switch at " + request.to.endpoint();
-  const std::string name = address + " (NETFOLD_SWITCH)";
-  const bool is_pinned = !request.to.fingerprint.empty();
-  if (!is_pinned && request.security != auth::Security::none) {
-    throw std::runtime_error(address + " has no keys, and NETFOLD_SECURITY=" +
-                             (request.security == auth::Security::encrypt ? "encrypt" : "authenticate") +
-                             ": start it with --token-file, and name it with its fingerprint");
-  }
-  if (!is_pinned && !request.token.empty()) {
-    throw std::runtime_error(
-        name +
-        ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: any process that answers "
-        "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it "
-        "starts, host:port#fingerprint");
-  }
-  const std::string missing = is_pinned ? auth::unavailable_reason() + tls_unavailable_reason() : "";
-  if (!missing.empty()) {
-    throw std::runtime_error(name + " wants packets to be authenticated, and this host cannot: " + missing +
-                             ". Without it only a switch with --open can be joined");
-  }
-  try {
+  return explained(request, [&](std::int64_t deadline_ns) {
     std::unique_ptr<Membership> joined(new Membership(std::make_unique<Connection>(request, deadline_ns)));
     joined->admit(request, deadline_ns);
     return joined;
-  } catch (const ConnectError& error) {
-    throw std::runtime_error(name + error.what());
-  } catch (const Unanswered&) {
-    throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
-                             "; is the address right?");
-  } catch (const TimedOut&) {
-    throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
-                             ": either it is no netfold switch, or not all of the " +
-                             std::to_string(request.ranks.size()) + " ranks joined");
-  } catch (const ReplyError& error) {
-    throw std::runtime_error(name + " " + error.what());
-  } catch (const std::exception& error) {
-    throw std::runtime_error(
-        name + " is no netfold switch, or it stopped while this rank joined: " + error.what() +
-        (is_pinned ? "" : "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"));
-  }
+  });
 }
 
 void Membership::admit(const JoinRequest& request, std::int64_t deadline_ns) {
@@ -242,18 +280,20 @@ void Membership::admit(const JoinRequest& request, std::int64_t deadline_ns) {
   // Packets leave from the control connection's address: the switch accepts them from no other host.
   auto port = std::make_unique<UdpSocket>(with_port(stream.local(), 0), 4 * request.window_bytes);
   const bool must_encrypt = request.security == auth::Security::encrypt;
-  Value::Map join{{"version", kControlProtocolVersion},
-                  {"type", "join"},
-                  {"job", request.job},
-                  {"name", request.name},
-                  {"rank", request.rank},
-                  {"ranks", Value::Array(request.ranks.begin(), request.ranks.end())},
-                  {"window_bytes", request.window_bytes},
-                  {"timeout_s", static_cast<double>(request.timeout_ns) / 1e9},
-                  {"profiles", Value::Array{kHardware}},
-                  {"port", port->local().port()}};
+  Value::Map join = first_message("join", request);
+  join.insert(join.end(), {{"job", request.job},
+                           {"name", request.name},
+                           {"rank", request.rank},
+                           {"window_bytes", request.window_bytes},
+                           {"timeout_s", static_cast<double>(request.timeout_ns) / 1e9},
+                           {"profiles", Value::Array{kHardware}},
+                           {"port", port->local().port()}});
+  if (has_tree(request)) {
+    join.emplace_back("tree", request.tree);
+  } else {
+    join.emplace_back("ranks", Value::Array(request.ranks.begin(), request.ranks.end()));
+  }
   if (must_encrypt) join.emplace_back("encrypt", true);
-  if (!request.token.empty()) join.emplace_back("token", request.token);
   stream.send(join, deadline_ns + kGraceNs);
 
   const Admission admission(connection_->expect("admitted", deadline_ns, true), request.ranks.size());
@@ -271,6 +311,7 @@ void Membership::admit(const JoinRequest& request, std::int64_t deadline_ns) {
   stream.send(Value::Map{{"type", "ready"}, {"payload_bytes", probed_bytes}}, deadline_ns + kGraceNs);
 
   const Value start = connection_->expect("start", deadline_ns, false);
+  hardware_ |= text_of(start, "profile") == kHardware;
   const auto epoch = static_cast<std::uint32_t>(unsigned_of(start, "epoch", kMost32));
   payload_bytes_ = unsigned_of(start, "payload_bytes", probed_bytes);
   if (payload_bytes_ == 0 || payload_bytes_ % 8 != 0) throw ProtocolError("it starts packets without values");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -63,7 +64,25 @@ struct Joined {
   Algorithms algorithms;
 };
 
-// Joins the switch, on all ranks or on none.
+// The tree of this rank's join, from all ranks' paths. Rank 0 makes the trees of all.
+template <class Agree>
+control::Value agreed_tree(RankConnections& connections, const control::PathToRoot& own, const Agree& agree) {
+  using Bytes = std::vector<std::byte>;
+  const std::vector<Bytes> gathered = connections.gather(encode(own.message()), now_ns() + kAgreeNs);
+  std::map<std::uint32_t, Bytes> trees;  // by the joined switch
+  const Bytes none = encode(control::Value());
+  std::vector<std::span<const std::byte>> of_ranks;
+  agree([&] {
+    std::vector<control::PathToRoot> paths;
+    for (const Bytes& each : gathered) paths.emplace_back(control::decode(each));
+    if (paths.empty()) return;
+    for (const auto& [joined, tree] : control::trees_of(paths)) trees[joined] = encode(tree);
+    for (const control::PathToRoot& each : paths) of_ranks.push_back(trees.empty() ? none : trees.at(each.ids[0]));
+  });
+  return control::decode(connections.scatter(of_ranks, now_ns() + kAgreeNs));
+}
+
+// Joins the switches, on all ranks or on none. Ranks below different switches make a tree of them.
 Joined join(RankConnections& connections) {
   const Settings& settings = Endpoint::instance().settings();
   Proposal proposal;
@@ -78,8 +97,15 @@ Joined join(RankConnections& connections) {
     if (!problem.empty()) throw std::runtime_error(problem);
   };
 
-  Joined joined;
   control::JoinRequest request;
+  request.job = hexadecimal(proposal.job);
+  request.name = settings.job_name;
+  request.rank = connections.rank();
+  for (int each = 0; each < connections.size(); ++each) request.ranks.push_back(each);
+  request.window_bytes = settings.window_bytes;
+  request.security = settings.security;
+  request.timeout_ns = kJoinNs;
+  std::optional<control::PathToRoot> path;
   agree([&] {
     if (connections.rank() == 0) parse_algorithms(settings.algorithm);
     if (settings.switches.find(',') != std::string::npos) {
@@ -88,16 +114,13 @@ Joined join(RankConnections& connections) {
     }
     request.to = control::SwitchAddress::parse(settings.switches);
     request.token = control::read_token(settings.token_file);
+    path = control::query_path_to_root(request);
   });
+  request.tree = agreed_tree(connections, *path, agree);
+
+  Joined joined;
   joined.algorithms = parse_algorithms(proposal.algorithm.data());
   joined.endpoint = request.to.endpoint();
-  request.job = hexadecimal(proposal.job);
-  request.name = settings.job_name;
-  request.rank = connections.rank();
-  for (int each = 0; each < connections.size(); ++each) request.ranks.push_back(each);
-  request.window_bytes = settings.window_bytes;
-  request.security = settings.security;
-  request.timeout_ns = kJoinNs;
   try {
     agree([&] {
       joined.membership = Membership::join(request);
@@ -177,7 +200,7 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
     const bool is_hardware = joined.membership->hardware();
     group = make_group(std::move(connections), generation);
     group->attach(std::move(joined.channel), host_choices(), kTableWithoutSwitch, is_hardware);
-    recovery = std::make_shared<Recovery>(group, std::move(joined.membership), generation, endpoint);
+    recovery = std::make_shared<Recovery>(group, std::move(joined.membership), generation);
     recovery->start();
     const std::string found = choose_paths(*group, joined.algorithms);
     inform("CollNet uses the switch at " + endpoint + " with " + std::to_string(size) + " ranks: " + found);

@@ -74,6 +74,23 @@ void move(Mesh& mesh, int peer, Direction direction, std::span<std::byte> bytes,
   }
 }
 
+void send_sized(Mesh& mesh, int peer, std::span<const std::byte> bytes, std::int64_t deadline_ns) {
+  if (bytes.size() > RankConnections::kMostBytes)
+    fail(peer, "would get " + std::to_string(bytes.size()) + " bytes, which are too many");
+  auto size = static_cast<std::uint32_t>(bytes.size());
+  move(mesh, peer, Direction::send, std::as_writable_bytes(std::span(&size, 1)), deadline_ns);
+  move(mesh, peer, Direction::send, {const_cast<std::byte*>(bytes.data()), bytes.size()}, deadline_ns);
+}
+
+std::vector<std::byte> receive_sized(Mesh& mesh, int peer, std::int64_t deadline_ns) {
+  std::uint32_t size = 0;
+  move(mesh, peer, Direction::receive, std::as_writable_bytes(std::span(&size, 1)), deadline_ns);
+  if (size > RankConnections::kMostBytes) fail(peer, "sends " + std::to_string(size) + " bytes, which are too many");
+  std::vector<std::byte> bytes(size);
+  move(mesh, peer, Direction::receive, bytes, deadline_ns);
+  return bytes;
+}
+
 // Travels whole, so that its size is known.
 struct Report {
   std::int64_t after_ns = 0;
@@ -137,6 +154,25 @@ RankConnections RankConnections::connect(Listener& listener, std::span<const Han
 void RankConnections::broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns) {
   if (rank() > 0) return move(*to_first, 0, Direction::receive, bytes, deadline_ns);
   for (int peer = 1; peer < size(); ++peer) move(*to_first, peer, Direction::send, bytes, deadline_ns);
+}
+
+std::vector<std::vector<std::byte>> RankConnections::gather(std::vector<std::byte> own, std::int64_t deadline_ns) {
+  if (rank() > 0) {
+    send_sized(*to_first, 0, own, deadline_ns);
+    return {};
+  }
+  std::vector<std::vector<std::byte>> all{std::move(own)};
+  for (int peer = 1; peer < size(); ++peer) all.push_back(receive_sized(*to_first, peer, deadline_ns));
+  return all;
+}
+
+std::vector<std::byte> RankConnections::scatter(std::span<const std::span<const std::byte>> of_ranks,
+                                                std::int64_t deadline_ns) {
+  if (rank() > 0) return receive_sized(*to_first, 0, deadline_ns);
+  for (int peer = 1; peer < size(); ++peer) {
+    send_sized(*to_first, peer, of_ranks[static_cast<std::size_t>(peer)], deadline_ns);
+  }
+  return {of_ranks[0].begin(), of_ranks[0].end()};
 }
 
 std::string RankConnections::first_problem(const std::string& own, std::int64_t began_ns, std::int64_t deadline_ns) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "endpoint.hpp"
 
@@ -31,6 +32,11 @@ struct RankConnections {
   // The same bytes on every rank: those of rank 0. Each function blocks, and every rank calls it.
   // Throws std::runtime_error with the rank that did not answer until `deadline_ns`, or is gone.
   void broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns);
+  // Rank 0 gets the bytes of all ranks, by rank; the others get nothing. At most kMostBytes each.
+  std::vector<std::vector<std::byte>> gather(std::vector<std::byte> own, std::int64_t deadline_ns);
+  // Each rank gets its own of those that rank 0 has.
+  std::vector<std::byte> scatter(std::span<const std::span<const std::byte>> of_ranks, std::int64_t deadline_ns);
+  static constexpr std::size_t kMostBytes = 1 << 20;
   // own: why this rank cannot go on; empty: it can. began_ns: when it began to find out.
   // Returns the same on every rank: "rank 3: why" of the problem that came up soonest, which may be the cause of others;
   // nothing where all can go on.

@@ -99,11 +99,10 @@ bool any(const std::vector<bool>& bits) { return std::ranges::find(bits, true) !
 }  // namespace
 
 Recovery::Recovery(std::shared_ptr<engine::Group> group, std::unique_ptr<control::Membership> membership,
-                   std::uint64_t generation, std::string endpoint)
+                   std::uint64_t generation)
     : group_(std::move(group)),
       membership_(std::move(membership)),
       generation_(generation),
-      endpoint_(std::move(endpoint)),
       window_(membership_->window()) {}
 
 void Recovery::start() {
@@ -279,8 +278,8 @@ void Recovery::look(std::int64_t now) {
     }
   }
   if (silent.empty()) silent = "rank 0";
-  throw std::runtime_error("the switch at " + endpoint_ + " is lost (" + why_ + "), and " + silent +
-                           " did not say within " + std::to_string(kRecoverNs / 1'000'000'000) +
+  throw std::runtime_error(why_ + ", and " + silent + " did not say within " +
+                           std::to_string(kRecoverNs / 1'000'000'000) +
                            " s which results it has: is its process stopped?");
 }
 
@@ -361,8 +360,8 @@ void Recovery::go_on(std::uint64_t base, std::uint64_t end, bool promised, const
   }
   group_->on_switch_path(0, [&](SwitchPath& path) { path.fall_back(generation_, end, promised); });
   state_ = State::down;
-  warn("the switch at " + endpoint_ + " is lost (" + why_ +
-       "): no operation is; CollNet goes on without it, more slowly, until NCCL makes its communicators anew");
+  warn(why_ + "; no operation is lost, and CollNet goes on without a switch, more slowly, until NCCL makes its " +
+       "communicators anew");
   membership_->leave("the communicator goes on without the switch");
 }
 

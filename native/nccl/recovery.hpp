@@ -50,9 +50,8 @@ class Recovery : public std::enable_shared_from_this<Recovery> {
   static constexpr std::int64_t kTickNs = 50'000'000;
 
   // group: the membership's channel, of that generation, is its only one.
-  // endpoint: of the switch, for texts.
   Recovery(std::shared_ptr<engine::Group> group, std::unique_ptr<control::Membership> membership,
-           std::uint64_t generation, std::string endpoint);
+           std::uint64_t generation);
 
   // Begins to watch. The recovery then lives until `close` returns.
   void start();
@@ -112,7 +111,6 @@ class Recovery : public std::enable_shared_from_this<Recovery> {
   const std::shared_ptr<engine::Group> group_;
   const std::unique_ptr<control::Membership> membership_;
   const std::uint64_t generation_;
-  const std::string endpoint_;
   const std::uint32_t window_;
 
   std::mutex mutex_;

@@ -18,7 +18,7 @@ import pytest
 import test_in_network as by_udp
 from fabrics import need_libfabric
 from load import seconds
-from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
+from ranks import RunningSwitch, private, run_ranks, run_threads, running_switch, values
 from reductions import FLOAT_OPS, INTEGER_OPS
 
 from netfold import Communicator, FileStore, Options
@@ -55,12 +55,6 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSwitch]:
 def open_switch() -> Iterator[RunningSwitch]:
     with running_switch("--fabric", "tcp", "--fabric", "udp", "--fabric", "shm") as running:
         yield running
-
-
-def private(path: Path, text: str) -> str:
-    path.touch(0o600)
-    path.write_text(text)
-    return str(path)
 
 
 def join(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 from load import seconds
 
@@ -14,13 +14,7 @@ from netfold._native_dev import control
 TABLE = 0x5A17  # the hash of a choice table, the same on all ranks
 
 
-def private(path: Path, text: str) -> str:
-    path.touch(mode=0o600)
-    path.write_text(text)
-    return str(path)
-
-
-def join(
+def fields(
     rank: int,
     size: int,
     endpoint: str,
@@ -30,17 +24,24 @@ def join(
     security: str = "none",
     timeout_s: float = 20.0,
     window_bytes: int = 1 << 20,
-) -> Any:
-    return control.join(
-        endpoint=endpoint,
-        token_file=token_file,
-        job=job,
-        rank=rank,
-        ranks=list(range(size)),
-        window_bytes=window_bytes,
-        security=security,
-        timeout_s=timeout_s,
-    )
+    tree: Any = None,
+) -> dict[str, Any]:
+    """Of a request to the switch at `endpoint`."""
+    return {
+        "endpoint": endpoint,
+        "token_file": token_file,
+        "job": job,
+        "rank": rank,
+        "ranks": list(range(size)),
+        "window_bytes": window_bytes,
+        "security": security,
+        "timeout_s": timeout_s,
+        "tree": msgpack.packb(tree),
+    }
+
+
+def join(rank: int, size: int, endpoint: str, **others: Any) -> Any:
+    return control.join(**fields(rank, size, endpoint, **others))
 
 
 def add(member: Any, array: Any, sequence: int, timeout_s: float = 30.0) -> None:

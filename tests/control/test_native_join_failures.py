@@ -16,8 +16,9 @@ import msgpack
 import numpy as np
 import pytest
 from load import seconds
-from native_rank import add, join, private
-from ranks import RunningSwitch, run_threads, running_switch
+from native_rank import add, join
+from native_rank import fields as request_fields
+from ranks import RunningSwitch, private, run_threads, running_switch
 
 from netfold._native_dev import control
 from netfold.communicator.membership import Membership
@@ -219,10 +220,8 @@ def test_a_rank_that_joins_twice() -> None:
     ],
 )
 def test_a_request_that_no_switch_would_take(fields: dict[str, Any]) -> None:
-    request = {"endpoint": "127.0.0.1:9", "token_file": "", "job": JOB, "rank": 0, "ranks": [0]}
-    request |= {"window_bytes": 1 << 20, "security": "none", "timeout_s": 1.0}
     with pytest.raises(ValueError):
-        control.join(**{**request, **fields})
+        control.join(**{**request_fields(0, 1, "127.0.0.1:9", job=JOB, timeout_s=1.0), **fields})
 
 
 # --- switches that are none, or mean harm ---

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from load import seconds, settles
-from native_rank import TABLE, add, join, part, private, total
-from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
+from native_rank import TABLE, add, join, part, total
+from ranks import RunningSwitch, private, run_ranks, run_threads, running_switch, values
 
 from netfold._native import engine
 from netfold._native_dev import control

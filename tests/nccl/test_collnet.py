@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from ctypes import byref, c_void_p
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +24,12 @@ from nccl.collnet_loader import (
     joined,
 )
 from nccl.loader import CUDA, HOST, INFO, INVALID_USAGE, SUCCESS, VERSIONS, NcclError
-from ranks import run_ranks, running_switch, values
+from ranks import private, run_ranks, running_switch, two_leaves, values
 
 pytestmark = pytest.mark.native
 
 ENV = {"NETFOLD_INTERFACE": "lo"}
+TOKEN = secrets.token_hex(32)
 BY_SWITCH = {**ENV, "NETFOLD_ALGORITHM": "in_network"}
 
 
@@ -199,6 +203,34 @@ def test_large_sums_take_the_switch_and_a_ring(algorithm: str) -> None:
     with running_switch() as switch:
         env = {**ENV, "NETFOLD_ALGORITHM": f"all_reduce={algorithm}", "NETFOLD_SWITCH": switch.endpoint}
         values(run_ranks(large_sums, 4, env=env))
+
+
+def sums_below_leaves(rank: int, size: int, folder: str, leaves: list[str]) -> list[str]:
+    """Each rank's NETFOLD_SWITCH is the one of its rack."""
+    os.environ["NETFOLD_SWITCH"] = leaves[rank % len(leaves)]
+    plugin = CollNet()
+    comm = comm_of_all(plugin, rank, size, folder)
+    for seed, count in enumerate((1, 353, 100_000, 1_000_003)):
+        ours, into = contribution(rank, count, "float32", seed), np.zeros(count, np.float32)
+        plugin.wait(plugin.all_reduce(comm, ours, into))
+        assert np.array_equal(into, expected(size, count, "float32", seed)), count
+    plugin.close(comm)
+    return [text for _, text in plugin.log]
+
+
+@pytest.mark.parametrize("security", ["none", "encrypt"])
+def test_ranks_of_several_racks_add_through_a_tree_of_switches(tmp_path: Path, security: str) -> None:
+    tokens = private(tmp_path / "tokens", f"vision {TOKEN}\nrack {TOKEN[::-1]}\n")
+    mine, above = private(tmp_path / "token", TOKEN), private(tmp_path / "above", TOKEN[::-1])
+    guard = [] if security == "none" else ["--token-file", tokens]
+    with two_leaves(*guard, parent=["--parent-token-file", above] if guard else []) as switches:
+        env = {**BY_SWITCH, "NETFOLD_SECURITY": security, **({"NETFOLD_TOKEN_FILE": mine} if guard else {})}
+        leaves = [leaf.endpoint for leaf in switches[1:]]
+        logs = values(run_ranks(sums_below_leaves, 5, leaves, env=env))
+        for rank, log in enumerate(logs):
+            address = leaves[rank % 2].partition("#")[0]
+            assert any(f"CollNet uses the switch at {address} with 5 ranks" in text for text in log), log
+        assert all("event=started" in switch.log() for switch in switches)
 
 
 def devices(rank: int, size: int, folder: str, version: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import signal
 import threading
 import time
@@ -16,21 +15,13 @@ import pytest
 from load import seconds
 from nccl.collnet_loader import CollNet, contribution, expected, joined
 from nccl.loader import REMOTE_ERROR, WARN, NcclError, Plugin
-from nccl.test_collnet import BY_SWITCH, ENV, comm_of_all
-from ranks import Outcome, run_ranks, running_switch, values
+from nccl.test_collnet import BY_SWITCH, ENV, TOKEN, comm_of_all
+from ranks import Outcome, private, run_ranks, running_switch, stop, two_leaves, values
 from switch.mortal_switch import MortalSwitch
 
 from netfold import FileStore
 
 pytestmark = pytest.mark.native
-
-TOKEN = secrets.token_hex(32)
-
-
-def private(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
 
 
 def warnings_of(plugin: CollNet) -> list[str]:
@@ -118,7 +109,7 @@ def test_a_switch_that_dies_at_any_moment_costs_no_operation(seed: int) -> None:
         if rank == 0 and texts:
             PASSED_ON.append(int(texts.pop().split()[4]))
         for text in texts:
-            assert text.startswith(f"the switch at {switch.endpoint} is lost (") and "no operation is" in text
+            assert text.startswith(f"the switch at {switch.endpoint} is gone (") and "no operation is lost" in text
         assert len(texts) <= 1, "one line a cause"
 
 
@@ -129,8 +120,15 @@ def test_the_seeds_above_had_results_that_only_some_ranks_had() -> None:
     assert sum(PASSED_ON) >= len(SEEDS) // 2
 
 
-def sums_until_killed(rank: int, size: int, folder: str, pid: int, count: int) -> tuple[int, list[str]]:
-    """Rank 0 kills the switch in the middle of a stream of sums over `count` comms; the number of right sums."""
+def sums_until_killed(
+    rank: int, size: int, folder: str, pid: int, count: int, leaves: tuple[str, ...] = ()
+) -> tuple[int, list[str]]:
+    """Rank 0 kills a switch in the middle of a stream of sums over `count` comms; the number of right sums.
+
+    leaves: switches of the ranks, in turns.
+    """
+    if leaves:
+        os.environ["NETFOLD_SWITCH"] = leaves[rank % len(leaves)]
     plugin = CollNet()
     comms = [comm_of_all(plugin, rank, size, folder, str(number)) for number in range(count)]
     inputs = [contribution(rank, 300_000 // count, "float32", seed) for seed in range(60)]
@@ -159,7 +157,20 @@ def test_a_real_switch_that_is_killed_costs_no_sum(size: int, algorithm: str, co
         found = values(run_ranks(sums_until_killed, size, switch.process.pid, count, env=env, timeout_s=90))
     for right, texts in found:
         assert right == 60
-        assert [text.startswith(f"the switch at {switch.endpoint} is lost (") for text in texts] == [True] * count
+        assert [text.startswith(f"the switch at {switch.endpoint} is gone (") for text in texts] == [True] * count
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["root", "leaf of rank 0", "leaf of rank 1"])
+def test_a_switch_of_a_tree_that_is_killed_costs_no_sum(victim: int) -> None:
+    with two_leaves() as switches:
+        leaves = tuple(switch.endpoint for switch in switches[1:])
+        pid = switches[victim].process.pid
+        found = values(run_ranks(sums_until_killed, 5, pid, 1, leaves, env=BY_SWITCH, timeout_s=90))
+        for right, texts in found:
+            assert right == 60
+            assert len(texts) == 1 and texts[0].startswith(f"the switch at {switches[victim].endpoint} is gone ("), (
+                texts
+            )
 
 
 def sums_without_answers(rank: int, size: int, folder: str, pid: int) -> list[str]:
@@ -174,7 +185,7 @@ def sums_without_answers(rank: int, size: int, folder: str, pid: int) -> list[st
     for each in range(size):
         store.get(f"first/{each}", 30)
     if rank == 0:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         store.set("stopped", b"")
     store.get("stopped", 30)
     plugin.wait(plugin.all_reduce(comm, ours, into), quiet_s=40)
@@ -190,7 +201,7 @@ def test_a_switch_that_does_not_answer_is_lost() -> None:
             found = values(run_ranks(sums_without_answers, 3, switch.process.pid, env=env, timeout_s=90))
         finally:
             os.kill(switch.process.pid, signal.SIGCONT)
-    assert all("is lost" in texts[0] and len(texts) == 1 for texts in found), found
+    assert all(len(texts) == 1 and "no operation is lost" in texts[0] for texts in found), found
 
 
 def sums_while_cut(rank: int, size: int, folder: str) -> list[str]:
@@ -222,7 +233,7 @@ def test_one_rank_that_loses_the_switch_takes_all_ranks_off_it(tmp_path: Path) -
         ranks.join()
         found = values(results[0])
         assert not switch.dead.is_set()
-    assert all(len(texts) == 1 and "is lost" in texts[0] for texts in found), found
+    assert all(len(texts) == 1 and "no operation is lost" in texts[0] for texts in found), found
 
 
 # --- a switch that cannot be used ---
@@ -315,6 +326,22 @@ def with_tokens(rank: int, size: int, folder: str) -> str:
         assert np.array_equal(ours, expected(size, 700_000, "float32", seed))
     plugin.close(comm)
     return plugin.log[-1][1]
+
+
+def test_switches_without_a_common_parent_are_used_by_no_rank() -> None:
+    with running_switch() as one, running_switch() as other:
+        texts = refusals({"NETFOLD_SWITCH": one.endpoint}, {2: {"NETFOLD_SWITCH": other.endpoint}})
+        assert len(set(texts)) == 1
+        assert "rank 0: the switches of the ranks have no common parent: " in texts[0]
+        assert f"rank 0's is {one.endpoint}" in texts[0] and f"rank 2's is {other.endpoint}" in texts[0]
+
+
+def test_a_switch_above_without_keys_is_not_used_where_packets_must_have_them(tmp_path: Path) -> None:
+    tokens = private(tmp_path / "tokens", f"vision {TOKEN}\n")
+    with running_switch() as root, running_switch("--parent", root.endpoint, "--token-file", tokens) as leaf:
+        env = {"NETFOLD_SWITCH": leaf.endpoint, "NETFOLD_TOKEN_FILE": private(tmp_path / "token", TOKEN)}
+        texts = refusals({**env, "NETFOLD_SECURITY": "authenticate"}, {})
+        assert f"the switch at {root.endpoint} has no keys, and NETFOLD_SECURITY=authenticate" in texts[0], texts
 
 
 def test_a_wrong_setting_of_one_rank_keeps_all_off_the_switch() -> None:

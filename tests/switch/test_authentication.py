@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from load import seconds
-from ranks import RunningSwitch, run_threads, running_switch, values
+from ranks import RunningSwitch, private, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import auth, protocol
@@ -347,12 +347,6 @@ def test_a_second_begin_of_a_job_is_refused_and_the_job_keeps_its_results() -> N
 
 
 # Whole jobs.
-
-
-def private(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from load import seconds
+from ranks import stop
 
 from netfold._native import protocol
 
@@ -45,12 +45,6 @@ def packet(payload_bytes: int, **fields: int) -> bytes:
     return bytes(header.pack()) + np.full(payload_bytes // 4, fields.get("chunk", 0), np.float32).tobytes()
 
 
-def is_stopped(process: int) -> bool:
-    """All of its threads."""
-    tasks = os.listdir(f"/proc/{process}/task")
-    return all(open(f"/proc/{process}/task/{task}/stat").read().rpartition(") ")[2][0] == "T" for task in tasks)
-
-
 @pytest.mark.parametrize("payload_bytes", [1408, 8880, 1000, 512], ids=lambda each: f"{each} bytes")
 def test_a_backlog_of_results_leaves_in_whole_messages(payload_bytes: int) -> None:
     packet_bytes = payload_bytes + protocol.HEADER_BYTES
@@ -81,11 +75,7 @@ def test_a_backlog_of_results_leaves_in_whole_messages(payload_bytes: int) -> No
             assert ours.recv(65536) == hello
             go_on("", "begun")
             # The switch finds all contributions at once, so it has all results to send at once.
-            os.kill(switch.pid, signal.SIGSTOP)
-            deadline = time.monotonic() + seconds(10)
-            while not is_stopped(switch.pid):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            stop(switch.pid)
             call = {"epoch": EPOCH, "operation": 1, "elements": count * payload_bytes // 4, "count": payload_bytes // 4}
             chunks = [packet(payload_bytes, chunk=chunk, packet_number=chunk + 1, **call) for chunk in range(count)]
             for first in range(0, count, per_message):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from interceptor import ThroughInterceptor
 from load import seconds
-from ranks import run_ranks, run_threads, running_switch, values
+from ranks import private, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator.membership import Membership
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.native
 
 TOKEN = secrets.token_hex(32)
 COUNT = 400_000
-
-
-def private(path: Path, text: str) -> str:
-    path.touch(mode=0o600)
-    path.write_text(text)
-    return str(path)
 
 
 def add(group: Communicator, turn: int) -> bool:

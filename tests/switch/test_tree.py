@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hosts import apart
 from load import seconds
-from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
+from ranks import Outcome, RunningSwitch, private, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine, protocol
@@ -368,12 +368,6 @@ def test_a_parent_that_refuses_the_job_is_quoted_to_every_rank() -> None:
     for outcome in found:
         assert outcome.error == "SwitchError"
         assert f"the parent switch at {root.endpoint} refused: a job has at most 1 workers here" in outcome.text
-
-
-def private(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
 
 
 def test_a_leaf_joins_with_its_own_token_over_tls_and_without_one_it_is_refused(tmp_path: Path) -> None:

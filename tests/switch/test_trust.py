@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from load import seconds
-from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
+from ranks import Outcome, RunningSwitch, private, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.switch import Switch, Tokens
@@ -34,12 +34,6 @@ LINES = f"""
 vision {VISION} names=vision-*,shared
 speech {SPEECH} weight=2  # twice as much
 """
-
-
-def private(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ auth::Security security_named(const std::string& name) {
   throw nb::value_error("security is none, authenticate or encrypt");
 }
 
-std::unique_ptr<Rank> join(const nb::kwargs& fields) {
+control::JoinRequest request_of(const nb::kwargs& fields) {
   control::JoinRequest request;
   request.to = control::SwitchAddress::parse(field<std::string>(fields, "endpoint"));
   request.token = control::read_token(field<std::string>(fields, "token_file"));
@@ -128,7 +128,28 @@ std::unique_ptr<Rank> join(const nb::kwargs& fields) {
   request.window_bytes = field<std::size_t>(fields, "window_bytes");
   request.security = security_named(field<std::string>(fields, "security"));
   request.timeout_ns = static_cast<std::int64_t>(field<double>(fields, "timeout_s") * 1e9);
+  request.tree = control::decode(bytes_of(field<nb::bytes>(fields, "tree")));
+  return request;
+}
+
+std::unique_ptr<Rank> join(const nb::kwargs& fields) {
+  const control::JoinRequest request = request_of(fields);
   return without_gil([&] { return std::make_unique<Rank>(request); });
+}
+
+// A PathToRoot as message() has it.
+nb::object query_path_to_root(const nb::kwargs& fields) {
+  const control::JoinRequest request = request_of(fields);
+  return to_python(without_gil([&] { return control::query_path_to_root(request); }).message());
+}
+
+// paths: encoded messages of PathToRoot. By the joined switch's id.
+nb::dict trees_of(const std::vector<nb::bytes>& paths) {
+  std::vector<control::PathToRoot> all;
+  for (const nb::bytes& each : paths) all.emplace_back(control::decode(bytes_of(each)));
+  nb::dict trees;
+  for (const auto& [joined, tree] : control::trees_of(all)) trees[nb::cast(joined)] = to_python(tree);
+  return trees;
 }
 
 }  // namespace
@@ -146,6 +167,8 @@ void bind_control(nb::module_& m) {
   });
   c.def("read_token", &control::read_token);
   c.def("join", &join);
+  c.def("query_path_to_root", &query_path_to_root);
+  c.def("trees_of", &trees_of, "paths"_a);
   nb::class_<Rank>(c, "Rank")
       .def("all_reduce", &Rank::all_reduce, "data"_a, "bytes"_a, "dtype"_a, "reduce"_a, "sequence"_a, "table"_a,
            "timeout_ns"_a, Release())

@@ -1,7 +1,7 @@
 // A rank's membership of a job on a switch, without Python: join, watch the switch, learn which ranks left, leave.
 //
-// It does for NCCL's plugin what netfold/communicator/membership.py does for a group, over UDP and with one switch for
-// all ranks of the job. Both speak the same protocol, and a job may have ranks of both kinds.
+// It does for NCCL's plugin what netfold/communicator/membership.py does for a group, over UDP. Both speak the same
+// protocol, and a job may have ranks of both kinds.
 //
 // Always: nothing is sent to a switch whose certificate has another fingerprint than the address names;
 // a token leaves only inside TLS; no error has a token or key; every wait has a deadline, but for the resolver's of a
@@ -12,6 +12,7 @@
 
 #include <netfold/auth/records.hpp>
 #include <netfold/collective/channel.hpp>
+#include <netfold/control/job_tree.hpp>
 #include <netfold/control/switch_address.hpp>
 
 #include <atomic>
@@ -36,10 +37,15 @@ struct JoinRequest {
   std::string name;        // for the switch's log and metrics: up to 64 of [A-Za-z0-9_.:/+-]; may be empty
   int rank = 0;            // of this process, one of `ranks`
   std::vector<int> ranks;  // of all workers, in worker order, the same on every rank
+  Value tree;              // the one of trees_of for this rank's switch; nil: all ranks join the same switch
   std::size_t window_bytes = 1 << 20;  // in flight; the job has the first rank's
   auth::Security security = auth::Security::none;
   std::int64_t timeout_ns = 60'000'000'000;  // until all ranks have joined; up to a day
 };
+
+// Asks the switch of `request` what is above it. Blocks and throws as Membership::join does; also throws
+// std::runtime_error where a switch of the path has no keys, and the security is more than none.
+PathToRoot query_path_to_root(const JoinRequest& request);
 
 // Owns the control connection. Thread-safe. It has no thread of its own: the owner calls `poll`.
 class Membership {
@@ -61,7 +67,7 @@ class Membership {
   const std::string& window_shortfall() const { return window_shortfall_; }
   bool authenticated() const { return authenticated_; }  // packets carry MACs
   bool encrypts() const { return encrypts_; }            // packets with values are encrypted
-  // The switch has the hardware profile: the caller offers it only calls for which
+  // The switch, or another of its tree, has the hardware profile: the caller offers it only calls for which
   // collective::in_hardware_profile() holds. A switch that cannot reduce a call drops its packets.
   bool hardware() const { return hardware_; }
 
