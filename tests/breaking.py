@@ -34,8 +34,9 @@ def hang_up(fd: int) -> None:
 def reset(fd: int) -> None:
     """As a firewall or a lost address does: bytes in flight are lost, and both ends get a reset."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
-        port = stream.getsockname()[1]
-        subprocess.run(["ss", "-K", "sport", "=", str(port)], capture_output=True, check=False)
+        # Another process may use the same port towards another address.
+        ours, theirs = ("{}:{}".format(*name[:2]) for name in (stream.getsockname(), stream.getpeername()))
+        subprocess.run(["ss", "-K", "src", ours, "dst", theirs], capture_output=True, check=False)
 
 
 def can_reset() -> bool:
