@@ -13,14 +13,15 @@ import threading
 from collections.abc import Callable, Iterator
 
 
-def connections() -> list[int]:
-    """Descriptors of this process's established TCP connections."""
+def connections(spared: int = 0) -> list[int]:
+    """Descriptors of this process's established TCP connections, without those to the port `spared`."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as stream:
-                    if stream.type == socket.SOCK_STREAM and stream.family == socket.AF_INET and stream.getpeername():
+                    is_tcp = stream.type == socket.SOCK_STREAM and stream.family == socket.AF_INET
+                    if is_tcp and stream.getpeername()[1] != spared:
                         found.append(fd)
     return found
 
@@ -53,15 +54,15 @@ def can_reset() -> bool:
 
 
 @contextlib.contextmanager
-def breaking(how: Callable[[int], None], seed: int, every_s: float) -> Iterator[list[int]]:
-    """Breaks one of this process's connections repeatedly."""
+def breaking(how: Callable[[int], None], seed: int, every_s: float, spared: int = 0) -> Iterator[list[int]]:
+    """Breaks one of this process's connections repeatedly, but none to the port `spared`."""
     stop = threading.Event()
     broken: list[int] = []
 
     def work() -> None:
         choose = random.Random(seed)
         while not stop.wait(every_s):
-            if there := connections():
+            if there := connections(spared):
                 fd = choose.choice(there)
                 how(fd)
                 broken.append(fd)

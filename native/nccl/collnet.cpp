@@ -190,6 +190,7 @@ std::optional<ReduceOp> reduce_of(Reduction reduction) {
 std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const Handle> handles, int rank) {
   std::shared_ptr<engine::Group> group;
   std::shared_ptr<Recovery> recovery;
+  MemberLinks links;
   const std::string problem = problem_of([&] {
     const int size = static_cast<int>(handles.size());
     if (size < 2 || rank < 0 || rank >= size) throw std::runtime_error("there is no other rank");
@@ -198,27 +199,36 @@ std::unique_ptr<CollComm> CollComm::connect(Listener& listener, std::span<const 
     const std::string endpoint = joined.endpoint;
     const std::uint64_t generation = joined.channel->generation();
     const bool is_hardware = joined.membership->hardware();
+    links = std::move(connections.links);
     group = make_group(std::move(connections), generation);
+    links.serve(group);
     group->attach(std::move(joined.channel), host_choices(), kTableWithoutSwitch, is_hardware);
     recovery = std::make_shared<Recovery>(group, std::move(joined.membership), generation);
     recovery->start();
     const std::string found = choose_paths(*group, joined.algorithms);
     inform("CollNet uses the switch at " + endpoint + " with " + std::to_string(size) + " ranks: " + found);
   });
-  if (problem.empty()) return std::unique_ptr<CollComm>(new CollComm(std::move(group), std::move(recovery)));
-  if (recovery != nullptr) recovery->close();
+  if (problem.empty())
+    return std::unique_ptr<CollComm>(new CollComm(std::move(group), std::move(recovery), std::move(links)));
+  if (recovery != nullptr) recovery->await_all();
+  links.clear();
+  if (recovery != nullptr) recovery->leave();
   const bool is_required = Endpoint::instance().settings().is_switch_required;
   warn(std::string("CollNet is not used, and ") +
        (is_required ? "NETFOLD_NCCL_REQUIRE_SWITCH=1 requires it: " : "NCCL's own algorithms are: ") + problem);
   return nullptr;
 }
 
-CollComm::CollComm(std::shared_ptr<engine::Group> group, std::shared_ptr<Recovery> recovery)
-    : group_(std::move(group)), recovery_(std::move(recovery)) {
+CollComm::CollComm(std::shared_ptr<engine::Group> group, std::shared_ptr<Recovery> recovery, MemberLinks links)
+    : group_(std::move(group)), recovery_(std::move(recovery)), links_(std::move(links)) {
   for (Request& each : requests_) each.comm_ = this;
 }
 
-CollComm::~CollComm() { recovery_->close(); }
+CollComm::~CollComm() {
+  recovery_->await_all();
+  links_.clear();  // before the other ranks close their ends, which is no break
+  recovery_->leave();
+}
 
 CollComm::Request* CollComm::free_request() {
   const auto free = std::ranges::find(requests_, nullptr, &Request::operation_);

@@ -15,8 +15,8 @@
 //   size from which a ring is faster.
 // - a lost switch costs no operation (recovery.hpp): NCCL has no way to take another algorithm for one that has begun.
 //
-// A rank that dies breaks its connections, and every operation fails on all others at once. No operation has a deadline
-// of its own: NCCL has none, and a rank may be late for good reasons.
+// A rank that dies breaks its connections. Where they are not made again within NETFOLD_RECONNECT_S, every operation fails
+// on all others. No operation has a deadline of its own: NCCL has none, and a rank may be late for good reasons.
 #pragma once
 
 #include <array>
@@ -42,7 +42,7 @@ class CollComm {
 
   // Null, with a line in NCCL's log: the ranks do not use the switch.
   static std::unique_ptr<CollComm> connect(Listener& listener, std::span<const Handle> handles, int rank);
-  // Waits for the other ranks (Recovery::close).
+  // Waits for the other ranks (Recovery::await_all).
   ~CollComm();
   CollComm(const CollComm&) = delete;
   CollComm& operator=(const CollComm&) = delete;
@@ -80,7 +80,7 @@ class CollComm {
   Outcome test(Request& request, int* bytes);
 
  private:
-  CollComm(std::shared_ptr<engine::Group> group, std::shared_ptr<Recovery> recovery);
+  CollComm(std::shared_ptr<engine::Group> group, std::shared_ptr<Recovery> recovery, MemberLinks links);
 
   Request* free_request();
   void submit(Request& request, collective::Call call, std::size_t bytes);
@@ -89,6 +89,7 @@ class CollComm {
 
   const std::shared_ptr<engine::Group> group_;
   const std::shared_ptr<Recovery> recovery_;
+  MemberLinks links_;
   std::array<Request, kMaxOperations> requests_;
   bool has_reported_ = false;  // its failure
 };

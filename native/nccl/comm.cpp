@@ -231,6 +231,11 @@ void Comm::fail(const std::string& why) {
   lane_.mesh().cancel();  // NCCL may free the requests' memory when it learns of the failure
 }
 
+bool Comm::is_over() {
+  const std::lock_guard lock(mutex_);
+  return !failure_.empty();
+}
+
 std::optional<Comm::Broken> Comm::broken_locked(int rail) {
   const ResumableSocket& connection = socket(rail);
   if (!connection.is_broken()) return std::nullopt;
@@ -242,13 +247,14 @@ std::optional<Comm::Broken> Comm::broken(int rail) {
   return broken_locked(rail);
 }
 
-std::optional<Comm::Broken> Comm::disconnect(int rail) {
+std::optional<Comm::Broken> Comm::disconnect(int rail, int reconnects) {
   const std::int64_t until_ns = now_ns() + ResumableSocket::kLastNs;
   for (;;) {
     transport::Fd readable;
     {
       const std::lock_guard lock(mutex_);
       ResumableSocket& connection = socket(rail);
+      if (reconnects != kAny && connection.reconnects() > reconnects) return broken_locked(rail);
       connection.begin_disconnect();
       if (!connection.is_disconnecting()) return broken_locked(rail);
       if (connection.drain() || now_ns() >= until_ns) {

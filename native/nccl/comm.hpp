@@ -26,7 +26,7 @@
 #include <vector>
 
 #include <netfold/nccl/interface.hpp>
-#include "handshake.hpp"
+#include "reconnectable.hpp"
 #include "staging.hpp"
 
 namespace netfold::nccl {
@@ -40,12 +40,13 @@ struct Registered {
   std::shared_ptr<Mirror> mirror;            // of a GPU's memory
 };
 
-struct Connections {  // of one comm, by rail
+struct Connections {  // of one handshake's Hello::comm, by rail
+  Id id{};
   std::vector<transport::Fd> sockets;
   std::vector<auth::StreamSecrets> secrets;
 };
 
-class Comm {
+class Comm final : public Reconnectable {
  public:
   enum class Role : int { sender = 0, receiver = 1 };
 
@@ -75,11 +76,11 @@ class Comm {
   Comm(Role role, Id id, std::string peer, Connections connections, bool resumable,
        transport::fabric::FabricLane fabric, bool announces_always, std::function<void()> on_broken);
 
-  const Id& id() const { return id_; }
+  const Id& id() const override { return id_; }
   Role role() const { return role_; }
   // Null: the comm is not on a fabric.
   const std::shared_ptr<transport::fabric::StreamMux>& fabric() const { return fabric_; }
-  const std::string& peer() const { return peer_; }
+  const std::string& peer() const override { return peer_; }
 
   // Borrow the memory until the request is done. memory: the registered memory that holds it; null: it is the host's.
   // Null: all requests are in use.
@@ -92,26 +93,19 @@ class Comm {
   // True: the request is done and free. sizes: of the messages. Throws std::runtime_error once the comm has failed.
   bool test(Request& request, int* sizes);
 
-  // A connection that waits for a socket.
-  struct Broken {
-    std::uint64_t received = 0;  // bytes
-    int reconnects = 0;          // of this end: the other end may not have learnt of the last one
-    std::int64_t since_ns = 0;
-  };
-  int rails() const { return static_cast<int>(broken_since_ns_.size()); }
-  std::optional<Broken> broken(int rail);
-  // The same, after giving up the socket of a connection that is up: the other end has given it up.
-  std::optional<Broken> disconnect(int rail);
-  bool reconnect(int rail, int reconnects, transport::Fd socket, const Agreed& agreed);
-  void give_up(int rail, int reconnects, const std::string& why);
-  // Finds connections that the other end has left, which no request may touch.
-  void look();
+  bool has_dialled() const override { return role_ == Role::sender; }
+  int rails() const override { return static_cast<int>(broken_since_ns_.size()); }
+  bool is_over() override;
+  std::optional<Broken> broken(int rail) override;
+  std::optional<Broken> disconnect(int rail, int reconnects) override;
+  bool reconnect(int rail, int reconnects, transport::Fd socket, const Agreed& agreed) override;
+  void give_up(int rail, int reconnects, const std::string& why) override;
+  void look() override;
+  bool has_arrived() override;
 
   // Tells the other end that this one leaves. No peer, provider or copy uses a request's memory any more when it
   // returns; where a GPU does not end its copies, NCCL's log says so.
   void leave();
-  // Whether everything that was sent has arrived at the other end's host, or cannot.
-  bool has_arrived();
 
  private:
   struct Unposted {

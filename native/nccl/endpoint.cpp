@@ -283,19 +283,13 @@ void Endpoint::count_handshake(int change) {
 
 void Endpoint::take_in(Fd socket, const Address& peer) {
   std::shared_ptr<Listener> listener;
-  std::shared_ptr<Comm> comm;
-  std::optional<Comm::Broken> broken;
+  std::shared_ptr<Reconnectable> link;
+  std::optional<Reconnectable::Broken> broken;
   const auto decide = [&](const Hello& hello) -> std::optional<std::uint64_t> {
     if (hello.security != static_cast<std::uint8_t>(settings_.security)) {
       throw std::runtime_error("its NETFOLD_SECURITY is not this rank's");
     }
-    if (hello.is_again != 0) {
-      comm = find({hello.comm, Comm::Role::receiver});
-      if (comm == nullptr || hello.rail >= comm->rails()) return std::nullopt;
-      broken = comm->disconnect(hello.rail);
-      if (!broken) return std::nullopt;
-      return broken->received;
-    }
+    if (hello.of != Hello::Of::first) return resume(hello, link, broken);
     const std::lock_guard lock(mutex_);
     const auto found = listeners_.find(hello.listener);
     if (found == listeners_.end() || hello.rails == 0 || hello.rail >= hello.rails) return std::nullopt;
@@ -304,10 +298,10 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
   };
   Hello hello;
   const auto agreed = accept(socket.get(), hello, key_of(secret_), now_ns() + kHandshakeNs, decide);
-  if (!agreed) return;
-  if (comm != nullptr) {
-    if (comm->reconnect(hello.rail, broken->reconnects, std::move(socket), *agreed)) {
-      inform("the connection from " + comm->peer() + " was made again");
+  if (!agreed || hello.of == Hello::Of::asks) return;
+  if (link != nullptr) {
+    if (link->reconnect(hello.rail, broken->reconnects, std::move(socket), *agreed)) {
+      inform("the connection from " + link->peer() + " was made again");
     }
     return;
   }
@@ -316,6 +310,7 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
     throw std::runtime_error("too many connections arrive at once");
   }
   auto& arriving = listener->arriving_[hello.comm];
+  arriving.connections.id = hello.comm;
   arriving.connections.sockets.resize(hello.rails);
   arriving.connections.secrets.resize(hello.rails);
   auto& place = arriving.connections.sockets.at(hello.rail);
@@ -328,9 +323,23 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
     listener->arrived_.notify_all();
   } else {
     listener->ready_.push_back(
-        make(Comm::Role::receiver, listener->device(), hello, peer, std::move(arriving.connections), {}));
+        make(Comm::Role::receiver, listener->device(), hello, peer, std::move(arriving.connections), std::nullopt));
   }
   listener->arriving_.erase(hello.comm);
+}
+
+// Bytes received over the connection that the hello is about, which is broken now; nullopt: it will not be made again.
+std::optional<std::uint64_t> Endpoint::resume(const Hello& hello, std::shared_ptr<Reconnectable>& link,
+                                              std::optional<Reconnectable::Broken>& broken) {
+  const bool is_asked = hello.of == Hello::Of::asks;
+  link = find({hello.comm, is_asked});
+  if (link == nullptr || hello.rail >= link->rails() || link->is_over()) return std::nullopt;
+  broken = link->disconnect(hello.rail, is_asked ? hello.reconnects : Reconnectable::kAny);
+  if (is_asked) {
+    wake();
+    return 0;
+  }
+  return broken ? std::optional(broken->received) : std::nullopt;
 }
 
 // --- connecting ------------------------------------------------------------------------------------------------------
@@ -371,9 +380,7 @@ void Endpoint::connect_all(Connecting& connecting, int device, const Handle& han
         static_cast<std::uint32_t>(rma_min_bytes_of(fabric_->of(device)->rma_min_bytes(), handle.rma_min_bytes));
   }
   Connections connections = dial(handle, hello, deadline_ns);
-  auto comm =
-      make(Comm::Role::sender, device, hello, peer, std::move(connections),
-           {.comm = {}, .peer = peer, .listener = handle.listener, .secret = handle.secret, .is_connecting = {}});
+  auto comm = make(Comm::Role::sender, device, hello, peer, std::move(connections), handle);
   const std::lock_guard lock(connecting.mutex_);
   connecting.comm_ = std::move(comm);
 }
@@ -381,7 +388,7 @@ void Endpoint::connect_all(Connecting& connecting, int device, const Handle& han
 Connections Endpoint::dial(const Handle& handle, Hello& hello, std::int64_t deadline_ns) {
   hello.security = static_cast<std::uint8_t>(settings_.security);
   fill_random(hello.comm);
-  Connections connections;
+  Connections connections{.id = hello.comm, .sockets = {}, .secrets = {}};
   for (; hello.rail < hello.rails; ++hello.rail) {
     Fd socket = connect_to(address_of(handle), deadline_ns);
     const auto agreed = initiate(socket.get(), hello, key_of(handle.secret), deadline_ns);
@@ -415,31 +422,41 @@ Fd Endpoint::connect_to(const Address& peer, std::int64_t deadline_ns) {
 }
 
 std::shared_ptr<Comm> Endpoint::make(Comm::Role role, int device, const Hello& hello, const Address& peer,
-                                     Connections connections, Watched watched) {
+                                     Connections connections, std::optional<Handle> handle) {
   transport::fabric::FabricLane lane;
   if (fabric_) {
     lane.mux = fabric_->of(device);
     lane.doorbell = std::make_shared<transport::fabric::Doorbell>();
     lane.rma_min_bytes = hello.rma_min_bytes;
   }
-  watched.is_connecting.resize(connections.sockets.size());
-  watched.comm =
-      std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections), settings_.reconnect_ns > 0,
-                             std::move(lane), hello.announces_always != 0, [this] { wake(); });
-  const std::lock_guard lock(mutex_);
-  return comms_.emplace(key_of(*watched.comm), std::move(watched)).first->second.comm;
+  auto comm = std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections), settings_.reconnect_ns > 0,
+                                     std::move(lane), hello.announces_always != 0, [this] { wake(); });
+  watch(comm, std::move(handle));
+  return comm;
 }
 
-std::shared_ptr<Comm> Endpoint::find(const Key& key) {
+void Endpoint::watch(std::shared_ptr<Reconnectable> link, std::optional<Handle> peer) {
+  const Key key = key_of(*link);
+  const auto rails = static_cast<std::size_t>(link->rails());
   const std::lock_guard lock(mutex_);
-  const auto found = comms_.find(key);
-  return found == comms_.end() || found->second.close_by_ns != 0 ? nullptr : found->second.comm;
+  links_.emplace(key, Watched{std::move(link), std::move(peer), std::vector<bool>(rails), 0});
+}
+
+void Endpoint::forget(const Reconnectable& link) {
+  const std::lock_guard lock(mutex_);
+  links_.erase(key_of(link));
+}
+
+std::shared_ptr<Reconnectable> Endpoint::find(const Key& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = links_.find(key);
+  return found == links_.end() || found->second.close_by_ns != 0 ? nullptr : found->second.link;
 }
 
 void Endpoint::close(const std::shared_ptr<Comm>& comm) {
   comm->leave();
   const std::lock_guard lock(mutex_);
-  if (const auto found = comms_.find(key_of(*comm)); found != comms_.end())
+  if (const auto found = links_.find(key_of(*comm)); found != links_.end())
     found->second.close_by_ns = now_ns() + kCloseNs;
   wake();
 }
@@ -459,69 +476,84 @@ void Endpoint::look_at_all() {
       std::unique_lock lock(mutex_);
       condition_.wait_for(lock, std::chrono::nanoseconds(kLookNs), [this] { return is_due_.load(); });
       is_due_ = false;
-      for (const auto& [key, watched] : comms_) all.push_back(watched);
+      for (const auto& [key, watched] : links_) all.push_back(watched);
     }
-    for (const Watched& each : all) {
-      if (each.close_by_ns != 0) {
-        if (!each.comm->has_arrived() && now_ns() < each.close_by_ns) continue;
-        const std::lock_guard lock(mutex_);
-        comms_.erase(key_of(*each.comm));
-        continue;
-      }
-      each.comm->look();
-      for (int rail = 0; rail < each.comm->rails(); ++rail) {
-        const auto broken = each.comm->broken(rail);
-        if (!broken) continue;
-        if (now_ns() >= broken->since_ns + settings_.reconnect_ns) {
-          each.comm->give_up(rail, broken->reconnects, "no new connection came about within NETFOLD_RECONNECT_S");
-        } else if (each.comm->role() == Comm::Role::sender && !each.is_connecting[static_cast<std::size_t>(rail)]) {
-          const std::lock_guard lock(mutex_);
-          const auto found = comms_.find(key_of(*each.comm));
-          if (found == comms_.end()) continue;
-          const bool is_begun = run_apart([this, comm = each.comm, rail] { connect_again(comm, rail); });
-          found->second.is_connecting[static_cast<std::size_t>(rail)] = is_begun;
-        }
-      }
+    for (const Watched& each : all) look_at(each);
+  }
+}
+
+void Endpoint::look_at(const Watched& watched) {
+  const std::shared_ptr<Reconnectable>& link = watched.link;
+  if (watched.close_by_ns != 0) {
+    if (link->has_arrived() || now_ns() >= watched.close_by_ns) forget(*link);
+    return;
+  }
+  link->look();
+  for (int rail = 0; rail < link->rails(); ++rail) {
+    const auto broken = link->broken(rail);
+    if (!broken) continue;
+    if (now_ns() >= broken->since_ns + settings_.reconnect_ns) {
+      link->give_up(rail, broken->reconnects, "no new connection came about within NETFOLD_RECONNECT_S");
+    } else if (watched.peer && !watched.is_connecting[static_cast<std::size_t>(rail)]) {
+      const std::lock_guard lock(mutex_);
+      const auto found = links_.find(key_of(*link));
+      if (found == links_.end()) continue;
+      found->second.is_connecting[static_cast<std::size_t>(rail)] =
+          run_apart([this, link, rail] { connect_again(link, rail); });
     }
   }
 }
 
-void Endpoint::connect_again(const std::shared_ptr<Comm>& comm, int rail) {
-  Watched to;
+void Endpoint::connect_again(const std::shared_ptr<Reconnectable>& link, int rail) {
+  Handle peer;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = comms_.find(key_of(*comm));
-    if (found == comms_.end()) return;
-    to = found->second;
+    const auto found = links_.find(key_of(*link));
+    if (found == links_.end()) return;
+    peer = *found->second.peer;
   }
-  inform("the connection to " + comm->peer() + " broke, and is made again");
-  while (const auto broken = comm->broken(rail)) {
-    const std::int64_t deadline_ns = broken->since_ns + settings_.reconnect_ns;
-    if (now_ns() >= deadline_ns || find(key_of(*comm)) == nullptr) break;
+  inform("the connection to " + link->peer() + " broke, and is made again");
+  while (const auto broken = link->broken(rail)) {
+    if (now_ns() >= broken->since_ns + settings_.reconnect_ns || find(key_of(*link)) == nullptr) break;
     try {
-      Hello hello;
-      hello.is_again = 1;
-      hello.rail = static_cast<std::uint8_t>(rail);
-      hello.rails = static_cast<std::uint8_t>(comm->rails());
-      hello.security = static_cast<std::uint8_t>(settings_.security);
-      hello.received = broken->received;
-      hello.listener = to.listener;
-      hello.comm = comm->id();
-      Fd socket = connect_to(to.peer, deadline_ns);
-      const auto agreed =
-          initiate(socket.get(), hello, key_of(to.secret), std::min(deadline_ns, now_ns() + kHandshakeNs));
-      if (!agreed) {
-        comm->give_up(rail, broken->reconnects, "the other end has closed it");
-      } else if (comm->reconnect(rail, broken->reconnects, std::move(socket), *agreed)) {
-        inform("the connection to " + comm->peer() + " was made again");
-      }
+      try_again(*link, rail, *broken, peer);
     } catch (const std::exception&) {  // the time decides
       std::this_thread::sleep_for(std::chrono::nanoseconds(kRetryNs));
     }
   }
   const std::lock_guard lock(mutex_);
-  const auto found = comms_.find(key_of(*comm));
-  if (found != comms_.end()) found->second.is_connecting[static_cast<std::size_t>(rail)] = false;
+  const auto found = links_.find(key_of(*link));
+  if (found != links_.end()) found->second.is_connecting[static_cast<std::size_t>(rail)] = false;
+}
+
+void Endpoint::try_again(Reconnectable& link, int rail, const Reconnectable::Broken& broken, const Handle& peer) {
+  const std::int64_t deadline_ns = broken.since_ns + settings_.reconnect_ns;
+  Hello hello;
+  hello.of = link.has_dialled() ? Hello::Of::again : Hello::Of::asks;
+  hello.rail = static_cast<std::uint8_t>(rail);
+  hello.rails = static_cast<std::uint8_t>(link.rails());
+  hello.security = static_cast<std::uint8_t>(settings_.security);
+  hello.reconnects = static_cast<std::uint16_t>(broken.reconnects);
+  hello.received = broken.received;
+  hello.listener = peer.listener;
+  hello.comm = link.id();
+  Fd socket = connect_to(address_of(peer), deadline_ns);
+  const auto agreed =
+      initiate(socket.get(), hello, key_of(peer.secret), std::min(deadline_ns, now_ns() + kHandshakeNs));
+  if (!agreed) {
+    link.give_up(rail, broken.reconnects, "the other end has closed it");
+  } else if (hello.of == Hello::Of::again) {
+    if (link.reconnect(rail, broken.reconnects, std::move(socket), *agreed)) {
+      inform("the connection to " + link.peer() + " was made again");
+    }
+  } else {
+    const std::int64_t until_ns = std::min(deadline_ns, now_ns() + kAskNs);
+    while (now_ns() < until_ns) {
+      const auto now = link.broken(rail);
+      if (!now || now->reconnects != broken.reconnects) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
 }
 
 }  // namespace netfold::nccl

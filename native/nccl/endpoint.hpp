@@ -1,7 +1,7 @@
 // The plugin's part of a process: it listens, connects, and makes broken connections again.
 //
 // One thread accepts connections; each handshake runs on a thread of its own, at most kMaxHandshakes at a time. Another
-// thread looks at all comms: it finds broken connections, has them made again by the end that sends, and gives them up
+// thread looks at all links: it finds broken connections, makes them again or asks the other end to, and gives them up
 // when the time is over. It also closes comms once what they sent has arrived.
 //
 // Lives as long as the process. NCCL may close the shared object while these threads run, so that it stays loaded
@@ -128,6 +128,11 @@ class Endpoint {
   Connections join(const Handle& handle, int rank, int count, std::int64_t deadline_ns);
   // Closes it once everything has arrived, after kCloseNs at the latest.
   void close(const std::shared_ptr<Comm>& comm);
+  // Makes the link's connections again when they break, until `forget`. peer: the handle of the other end.
+  void watch(std::shared_ptr<Reconnectable> link, std::optional<Handle> peer);
+  void forget(const Reconnectable& link);
+  // Look for broken connections now. Takes no lock.
+  void wake();
 
  private:
   friend class Listener;
@@ -137,19 +142,18 @@ class Endpoint {
   static constexpr std::int64_t kCloseNs = 5'000'000'000;
   static constexpr std::int64_t kLookNs = 200'000'000;
   static constexpr std::int64_t kRetryNs = 100'000'000;
-  static constexpr std::size_t kMaxArriving = 4096;  // comms of a listener
+  static constexpr std::int64_t kAskNs = 1'000'000'000;  // for the other end to connect, before it is asked again
+  static constexpr std::size_t kMaxArriving = 4096;      // comms of a listener
 
   struct Watched {
-    std::shared_ptr<Comm> comm;
-    transport::Address peer;  // its listener; of a sender
-    Id listener{};
-    auth::Secret secret{};
+    std::shared_ptr<Reconnectable> link;
+    std::optional<Handle> peer;       // nullopt: this end does not know it, and waits for new connections
     std::vector<bool> is_connecting;  // by rail
     std::int64_t close_by_ns = 0;     // 0: it is open
   };
   // Both ends of a connection may be in this process: one with several GPUs, or NCCL that tries a device.
-  using Key = std::pair<Id, Comm::Role>;
-  static Key key_of(const Comm& comm) { return {comm.id(), comm.role()}; }
+  using Key = std::pair<Id, bool>;  // whether this end has dialled
+  static Key key_of(const Reconnectable& link) { return {link.id(), link.has_dialled()}; }
   struct Port {
     int device = 0;
     transport::Fd socket;
@@ -166,12 +170,15 @@ class Endpoint {
   void connect_all(Connecting& connecting, int device, const Handle& handle);
   Connections dial(const Handle& handle, Hello& hello, std::int64_t deadline_ns);
   transport::Fd connect_to(const transport::Address& peer, std::int64_t deadline_ns);
-  void connect_again(const std::shared_ptr<Comm>& comm, int rail);
+  std::optional<std::uint64_t> resume(const Hello& hello, std::shared_ptr<Reconnectable>& link,
+                                      std::optional<Reconnectable::Broken>& broken);
+  void look_at(const Watched& watched);
+  void connect_again(const std::shared_ptr<Reconnectable>& link, int rail);
+  void try_again(Reconnectable& link, int rail, const Reconnectable::Broken& broken, const Handle& peer);
   std::shared_ptr<Comm> make(Comm::Role role, int device, const Hello& hello, const transport::Address& peer,
-                             Connections connections, Watched watched);
+                             Connections connections, std::optional<Handle> handle);
   auth::Secret key_of(const auth::Secret& of_handle) const;
-  std::shared_ptr<Comm> find(const Key& key);
-  void wake();
+  std::shared_ptr<Reconnectable> find(const Key& key);
 
   const Settings settings_;
   const std::vector<Device> devices_;
@@ -185,7 +192,7 @@ class Endpoint {
   std::atomic<bool> is_refusing_ = false;
   std::vector<Port> ports_;
   std::map<Id, std::shared_ptr<Listener>> listeners_;
-  std::map<Key, Watched> comms_;
+  std::map<Key, Watched> links_;
   int handshakes_ = 0;
   transport::Fd ports_changed_;
 };

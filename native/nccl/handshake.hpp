@@ -24,14 +24,21 @@ namespace netfold::nccl {
 using Id = std::array<std::byte, 16>;
 
 struct Hello {
-  std::array<char, 8> magic = {'n', 'f', 'n', 'c', 'c', 'l', '0', '1'};
-  std::uint8_t is_again = 0;  // instead of a connection that broke
+  enum class Of : std::uint8_t {
+    first,
+    again,  // a connection that broke
+    asks,   // the acceptor is to make it again; this connection carries nothing else
+  };
+
+  std::array<char, 8> magic = {'n', 'f', 'n', 'c', 'c', 'l', '0', '2'};
+  Of of = Of::first;
   std::uint8_t rail = 0;
   std::uint8_t rails = 1;
   std::uint8_t security = 0;           // auth::Security
   std::uint32_t rma_min_bytes = 0;     // of the comm; 0: nothing goes by RMA
   std::uint32_t rank = 0;              // of a collective communicator's member; else 0
-  std::uint32_t announces_always = 0;  // 1: the listening end may receive into memory of a GPU
+  std::uint16_t announces_always = 0;  // 1: the listening end may receive into memory of a GPU
+  std::uint16_t reconnects = 0;        // asks: of the connection, as the initiator counts them
   std::uint64_t received = 0;          // bytes over the connections before
   Id listener{};
   Id comm{};

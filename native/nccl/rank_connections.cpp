@@ -16,9 +16,6 @@ namespace {
 using transport::Mesh;
 using transport::now_ns;
 
-// By purpose. Only rank 0 has all three to each rank.
-enum Purpose : std::size_t { kMesh, kFallback, kToFirst, kPurposes };
-
 // All pipes that there will be are there from the beginning.
 class NoPipes final : public transport::PipeMaker {
  public:
@@ -34,14 +31,22 @@ class NoPipes final : public transport::PipeMaker {
 };
 
 using Pipes = std::vector<std::unique_ptr<transport::Pipe>>;
+using Purposes = std::array<Pipes, MemberLink::kPurposes>;
 
-void add(std::array<Pipes, kPurposes>& pipes, int peer, Connections connections) {
+void add(Purposes& pipes, int peer, bool has_dialled, Connections connections, const Handle& handle,
+         MemberLinks& links) {
+  Endpoint& endpoint = Endpoint::instance();
+  const bool is_resumable = endpoint.settings().reconnect_ns > 0;
+  auto link = std::make_shared<MemberLink>(connections.id, has_dialled, peer, connections.sockets.size(),
+                                           [&endpoint] { endpoint.wake(); });
   for (std::size_t purpose = 0; purpose < connections.sockets.size(); ++purpose) {
     std::vector<transport::Fd> one;
     one.push_back(std::move(connections.sockets[purpose]));
     pipes[purpose][static_cast<std::size_t>(peer)] = std::make_unique<transport::TcpPipe>(
-        std::move(one), std::vector{connections.secrets[purpose]}, false, [](int, bool) {});
+        std::move(one), std::vector{connections.secrets[purpose]}, is_resumable,
+        [link, purpose](int, bool) { link->note_broken(static_cast<int>(purpose)); });
   }
+  links.add(std::move(link), handle);
 }
 
 [[noreturn]] void fail(int peer, const std::string& why) {
@@ -65,6 +70,7 @@ void move(Mesh& mesh, int peer, Direction direction, std::span<std::byte> bytes,
     }
     if (direction == Direction::send) is_flushed = mesh.flush();
     if (moved || (bytes.empty() && is_flushed)) continue;
+    if (mesh.rail(peer, 0)->is_broken()) fail(peer, "closed its connection");
     const std::int64_t left_ms = (deadline_ns - now_ns()) / 1'000'000;
     if (left_ms <= 0) fail(peer, "did not answer in time");
     fds.clear();
@@ -109,28 +115,45 @@ std::span<std::byte> bytes_of(Report& report) { return std::as_writable_bytes(st
 
 }  // namespace
 
+void MemberLinks::add(std::shared_ptr<MemberLink> link, const Handle& peer) {
+  Endpoint::instance().watch(link, peer);
+  links_.push_back(std::move(link));
+}
+
+void MemberLinks::serve(const std::shared_ptr<engine::Group>& group) const {
+  for (const auto& each : links_) each->serve(group);
+}
+
+void MemberLinks::clear() {
+  for (const auto& each : links_) Endpoint::instance().forget(*each);
+  links_.clear();
+}
+
 RankConnections RankConnections::connect(Listener& listener, std::span<const Handle> handles, int rank,
                                          std::int64_t deadline_ns) {
   const int size = static_cast<int>(handles.size());
   Endpoint& endpoint = Endpoint::instance();
-  std::array<Pipes, kPurposes> pipes;
+  RankConnections made;
+  Purposes pipes;
   for (Pipes& each : pipes) each.resize(handles.size());
-  const auto count = [](int lower) { return static_cast<int>(lower == 0 ? kPurposes : kToFirst); };
+  const auto count = [](int lower) -> int { return lower == 0 ? MemberLink::kPurposes : MemberLink::kToFirst; };
+  const auto handle_of = [&](int peer) -> const Handle& { return handles[static_cast<std::size_t>(peer)]; };
   for (int peer = 0; peer < size; ++peer) {
     try {
-      require_own(handles[static_cast<std::size_t>(peer)]);
+      require_own(handle_of(peer));
     } catch (const std::runtime_error& error) {
       fail(peer, std::string("cannot take part: ") + error.what());
     }
   }
   for (int peer = 0; peer < rank; ++peer) {
     try {
-      add(pipes, peer, endpoint.join(handles[static_cast<std::size_t>(peer)], rank, count(peer), deadline_ns));
+      add(pipes, peer, true, endpoint.join(handle_of(peer), rank, count(peer), deadline_ns), handle_of(peer),
+          made.links);
     } catch (const std::exception& error) {
       fail(peer, std::string("cannot be reached: ") + error.what());
     }
   }
-  const auto is_absent = [&](int peer) { return pipes[kMesh][static_cast<std::size_t>(peer)] == nullptr; };
+  const auto is_absent = [&](int peer) { return pipes[MemberLink::kMesh][static_cast<std::size_t>(peer)] == nullptr; };
   for (int missing = size - 1 - rank; missing > 0; --missing) {
     auto member = listener.next_member(deadline_ns);
     if (!member) {
@@ -142,13 +165,16 @@ RankConnections RankConnections::connect(Listener& listener, std::span<const Han
         member->connections.sockets.size() != static_cast<std::size_t>(count(rank))) {
       fail(member->rank, "connected as no rank of this communicator does");
     }
-    add(pipes, member->rank, std::move(member->connections));
+    add(pipes, member->rank, false, std::move(member->connections), handle_of(member->rank), made.links);
   }
   const bool is_secured = endpoint.settings().security != auth::Security::none;
-  const auto made = [&](Purpose purpose) {
+  const auto mesh_of = [&](MemberLink::Purpose purpose) {
     return std::make_unique<Mesh>(rank, std::move(pipes[purpose]), std::make_unique<NoPipes>(is_secured));
   };
-  return {made(kMesh), made(kToFirst), made(kFallback)};
+  made.mesh = mesh_of(MemberLink::kMesh);
+  made.to_first = mesh_of(MemberLink::kToFirst);
+  made.fallback = mesh_of(MemberLink::kFallback);
+  return made;
 }
 
 void RankConnections::broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns) {

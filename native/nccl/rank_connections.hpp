@@ -2,8 +2,8 @@
 // operation.
 //
 // Each pair of ranks has two connections: for host algorithms beside the switch, and for those in place of a lost switch
-// (collective/switch_path.hpp). Each rank has one more to rank 0, for agreements. A connection that breaks ends the
-// communicator: none is made again.
+// (collective/switch_path.hpp). Each rank has one more to rank 0, for agreements. Once a group has them, connections that
+// break are made again (member_link.hpp); before, a break is the end.
 #pragma once
 
 #include <netfold/transport/mesh.hpp>
@@ -15,10 +15,28 @@
 #include <vector>
 
 #include "endpoint.hpp"
+#include "member_link.hpp"
 
 namespace netfold::nccl {
 
+// The links of a communicator's rank to the others. The endpoint watches them as long as this lives.
+class MemberLinks {
+ public:
+  MemberLinks() = default;
+  ~MemberLinks() { clear(); }
+  MemberLinks(MemberLinks&&) noexcept = default;
+  MemberLinks& operator=(MemberLinks&&) noexcept = default;
+
+  void add(std::shared_ptr<MemberLink> link, const Handle& peer);
+  void serve(const std::shared_ptr<engine::Group>& group) const;
+  void clear();
+
+ private:
+  std::vector<std::shared_ptr<MemberLink>> links_;
+};
+
 struct RankConnections {
+  MemberLinks links;
   std::unique_ptr<transport::Mesh> mesh, to_first, fallback;
 
   int rank() const { return mesh->rank(); }

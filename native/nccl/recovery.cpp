@@ -116,17 +116,18 @@ bool Recovery::has_switch() {
   return state_ == State::watching;
 }
 
-void Recovery::close() {
-  {
-    std::unique_lock lock(mutex_);
-    is_closing_ = true;
-    if (is_first()) {
-      note_closing();
-    } else {
-      send(0, {.type = Type::closing});
-    }
-    closed_.wait_for(lock, std::chrono::nanoseconds(kCloseNs), [this] { return is_closed_; });
+void Recovery::await_all() {
+  std::unique_lock lock(mutex_);
+  is_closing_ = true;
+  if (is_first()) {
+    note_closing();
+  } else {
+    send(0, {.type = Type::closing});
   }
+  closed_.wait_for(lock, std::chrono::nanoseconds(kCloseNs), [this] { return is_closed_; });
+}
+
+void Recovery::leave() {
   Watcher::instance().remove(shared_from_this());
   membership_->leave("the communicator was closed");
   Engine::instance().remove_group(group_);

@@ -3,7 +3,7 @@
 //
 // Messages go between rank 0 and each other rank, by sends and receives of the communicator's engine::Group: outside the
 // order of collectives, so that a rank answers whatever it waits for. A receive is always posted, so a rank that dies
-// fails the group on every rank at once.
+// fails the group on every rank, once its connections cannot be made again any more.
 //
 //   lost     to rank 0    this rank has lost the switch
 //   freeze   from rank 0  accept nothing from the switch from here on
@@ -53,10 +53,12 @@ class Recovery : public std::enable_shared_from_this<Recovery> {
   Recovery(std::shared_ptr<engine::Group> group, std::unique_ptr<control::Membership> membership,
            std::uint64_t generation);
 
-  // Begins to watch. The recovery then lives until `close` returns.
+  // Begins to watch. The recovery then lives until `leave` returns.
   void start();
-  // Waits, kCloseNs at most, until all ranks call this. Then leaves the switch and ends the group.
-  void close();
+  // Waits, kCloseNs at most, until all ranks call this.
+  void await_all();
+  // Leaves the switch and ends the group.
+  void leave();
   // Whether operations go through the switch.
   bool has_switch();
 

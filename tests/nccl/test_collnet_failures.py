@@ -422,7 +422,7 @@ def dies(rank: int, size: int, folder: str, victim: int, kind: str) -> tuple[str
 @pytest.mark.parametrize("algorithm", ["in_network", "ring"])
 def test_a_rank_that_dies_fails_the_operations_of_all_others(victim: int, algorithm: str) -> None:
     with running_switch() as switch:
-        env = {**ENV, "NETFOLD_ALGORITHM": algorithm, "NETFOLD_SWITCH": switch.endpoint}
+        env = {**ENV, "NETFOLD_ALGORITHM": algorithm, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_RECONNECT_S": "1"}
         outcomes = run_ranks(dies, 4, victim, algorithm, env=env, dies=[victim])
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
