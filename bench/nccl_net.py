@@ -29,7 +29,7 @@ TO_ONE = (("there-and-back", 8, 300), ("there-and-back", 64 << 10, 30), ("there-
 RING = (("ring", 16 << 20, 1),)
 PLACES: tuple[tuple[str, Place, dict[str, str], Sequence[tuple[str, int, int]]], ...] = (
     ("one machine", Place(2), {}, (*TO_ONE, *RING)),
-    ("the same, NETFOLD_RECONNECT_S=0", Place(2), {"NETFOLD_RECONNECT_S": "0"}, (*TO_ONE, *RING)),
+    ("the same, as between hosts (NETFOLD_TRANSPORT=tcp)", Place(2), {"NETFOLD_TRANSPORT": "tcp"}, (*TO_ONE, *RING)),
     ("2 hosts, 1 Gbit/s", Place(2, rate="1gbit"), {}, TO_ONE),
     ("the same, NETFOLD_SECURITY=encrypt", Place(2, rate="1gbit"), {"NETFOLD_SECURITY": "encrypt"}, TO_ONE),
     ("the same, NETFOLD_TRANSPORT=fabric:tcp", Place(2, rate="1gbit"), {"NETFOLD_TRANSPORT": "fabric:tcp"}, TO_ONE),

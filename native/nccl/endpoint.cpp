@@ -429,10 +429,16 @@ std::shared_ptr<Comm> Endpoint::make(Comm::Role role, int device, const Hello& h
     lane.doorbell = std::make_shared<transport::fabric::Doorbell>();
     lane.rma_min_bytes = hello.rma_min_bytes;
   }
-  auto comm = std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections), settings_.reconnect_ns > 0,
-                                     std::move(lane), hello.announces_always != 0, [this] { wake(); });
+  const bool resumable = is_resumable(connections.sockets.front());
+  auto comm = std::make_shared<Comm>(role, hello.comm, peer.text(), std::move(connections), resumable, std::move(lane),
+                                     hello.announces_always != 0, [this] { wake(); });
   watch(comm, std::move(handle));
   return comm;
+}
+
+bool Endpoint::is_resumable(const Fd& socket) const {
+  if (settings_.reconnect_ns == 0 || settings_.is_transport_named) return settings_.reconnect_ns > 0;
+  return Address::local_of(socket.get()).host() != Address::peer_of(socket.get()).host();
 }
 
 void Endpoint::watch(std::shared_ptr<Reconnectable> link, std::optional<Handle> peer) {

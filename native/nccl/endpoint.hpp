@@ -118,6 +118,9 @@ class Endpoint {
   void go_without_switch() { is_refusing_ = settings_.is_switch_required; }
   // Throws std::runtime_error where it refuses.
   void check_switch() const;
+  // Whether a connection may be made again after it broke. Both ends answer alike. Not within a host: there is no link
+  // that breaks, and the copy of what was sent would cost time.
+  bool is_resumable(const transport::Fd& socket) const;
   // Throws std::system_error.
   std::shared_ptr<Listener> listen(int device, Handle& handle, Listener::Of of = Listener::Of::comms);
   void close(const Listener& listener);

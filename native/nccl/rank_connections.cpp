@@ -36,7 +36,7 @@ using Purposes = std::array<Pipes, MemberLink::kPurposes>;
 void add(Purposes& pipes, int peer, bool has_dialled, Connections connections, const Handle& handle,
          MemberLinks& links) {
   Endpoint& endpoint = Endpoint::instance();
-  const bool is_resumable = endpoint.settings().reconnect_ns > 0;
+  const bool is_resumable = endpoint.is_resumable(connections.sockets.front());
   auto link = std::make_shared<MemberLink>(connections.id, has_dialled, peer, connections.sockets.size(),
                                            [&endpoint] { endpoint.wake(); });
   for (std::size_t purpose = 0; purpose < connections.sockets.size(); ++purpose) {

@@ -125,7 +125,9 @@ Settings Settings::from_environment() {
   settings.window_bytes = static_cast<std::size_t>(number("NETFOLD_WINDOW_BYTES", window_bytes, 1, kMostWindowBytes));
   settings.job_secret = read_secret(std::string(variable("NETFOLD_SECRET_FILE")));
   settings.reconnect_ns = 1'000'000'000LL * number("NETFOLD_RECONNECT_S", 10, 0, 3600);
-  settings.fabric = provider_of(variable("NETFOLD_TRANSPORT"));
+  const auto transport = variable("NETFOLD_TRANSPORT");
+  settings.fabric = provider_of(transport);
+  settings.is_transport_named = !transport.empty() && transport != "auto";
   if (!settings.fabric.empty() && settings.security != auth::Security::none) {
     throw std::invalid_argument("NETFOLD_SECURITY=" + std::string(variable("NETFOLD_SECURITY")) +
                                 " and NETFOLD_TRANSPORT=" + std::string(variable("NETFOLD_TRANSPORT")) +

@@ -28,6 +28,7 @@ struct Settings {
   std::int64_t reconnect_ns = 10'000'000'000;      // NETFOLD_RECONNECT_S
   std::string job_secret;                          // what NETFOLD_SECRET_FILE holds; empty: there is none
   std::string fabric;                              // NETFOLD_TRANSPORT=fabric:PROVIDER; empty: TCP
+  bool is_transport_named = false;                 // NETFOLD_TRANSPORT is not auto
   std::size_t rma_min_bytes = 64 << 10;            // NETFOLD_RMA_MIN_BYTES
   Cuda cuda = Cuda::off;                           // NETFOLD_NCCL_CUDA: auto, direct, staged, off
   transport::fabric::RegistrationCache::Limits registrations;  // NETFOLD_REGISTRATION_CACHE_ENTRIES, _BYTES

@@ -122,14 +122,19 @@ Address Address::parse(const std::string& host, std::uint16_t port) {
   return address;
 }
 
-Address Address::local_of(int fd) {
+namespace {
+
+Address name_of(int fd, int (*get)(int, sockaddr*, socklen_t*), const char* what) {
   Address address;
   address.length = sizeof address.storage;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) {
-    throw_errno("getsockname");
-  }
+  if (get(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) throw_errno(what);
   return address;
 }
+
+}  // namespace
+
+Address Address::local_of(int fd) { return name_of(fd, getsockname, "getsockname"); }
+Address Address::peer_of(int fd) { return name_of(fd, getpeername, "getpeername"); }
 
 std::uint16_t Address::port() const {
   if (storage.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);

@@ -14,7 +14,8 @@ from breaking import breaking, can_reset, connections, hang_up, reset
 from load import seconds
 from nccl.collnet_loader import CollNet, contribution, expected
 from nccl.loader import REMOTE_ERROR, WARN, NcclError
-from nccl.test_collnet import ENV, comm_of_all
+from nccl.test_collnet import comm_of_all
+from nccl.test_net import APART, ENV
 from ranks import private, run_ranks, running_switch, values
 
 from netfold import FileStore
@@ -75,7 +76,7 @@ def test_connections_that_break_cost_no_sum(how: str, algorithm: str) -> None:
     if how == "reset" and not can_reset():
         pytest.skip("no connection can be reset: ss -K needs root and a kernel with INET_DIAG_DESTROY")
     with running_switch() as switch:
-        env = {**ENV, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": f"all_reduce={algorithm}"}
+        env = {**APART, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": f"all_reduce={algorithm}"}
         found = values(run_ranks(sums_while_breaking, 3, how, port_of(switch.endpoint), env=env, timeout_s=120))
     assert all(broken > 3 for broken, _, _ in found), found
     assert sum(again for _, again, _ in found) > 3, found
@@ -87,7 +88,7 @@ def test_connections_that_break_are_made_again_with_the_security_of_the_first(tm
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {token}\n")) as switch:
         address = switch.endpoint.partition("#")[0]
         env = {
-            **ENV,
+            **APART,
             "NETFOLD_SWITCH": switch.endpoint,
             "NETFOLD_TOKEN_FILE": private(tmp_path / "token", token),
             "NETFOLD_ALGORITHM": "all_reduce=ring",
@@ -118,7 +119,7 @@ def breaks_idle(rank: int, size: int, folder: str, breaker: int, switch_port: in
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 def test_idle_connections_that_broke_are_made_again(breaker: int, algorithm: str) -> None:
     with running_switch() as switch:
-        env = {**ENV, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": f"all_reduce={algorithm}"}
+        env = {**APART, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": f"all_reduce={algorithm}"}
         found = values(run_ranks(breaks_idle, 3, breaker, port_of(switch.endpoint), env=env, timeout_s=60))
     assert sum(again for again, _ in found) >= 4, found
     assert all(not said for _, said in found), found
@@ -141,7 +142,7 @@ def loses_both(rank: int, size: int, folder: str, pid: int, switch_port: int) ->
 
 def test_a_lost_switch_and_connections_that_break_cost_no_sum() -> None:
     with running_switch() as switch:
-        env = {**ENV, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network"}
+        env = {**APART, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network"}
         words = switch.process.pid, port_of(switch.endpoint)
         found = values(run_ranks(loses_both, 3, *words, env=env, timeout_s=120))
     assert sum(again for again, _ in found) > 3, found
@@ -166,9 +167,10 @@ def breaks_for_good(rank: int, size: int, folder: str, switch_port: int) -> tupl
     return str(failed.value), took
 
 
-def test_without_reconnecting_a_break_fails_all_operations_at_once() -> None:
+@pytest.mark.parametrize("env", [{**APART, "NETFOLD_RECONNECT_S": "0"}, ENV], ids=["asked for", "within a host"])
+def test_without_reconnecting_a_break_fails_all_operations_at_once(env: dict[str, str]) -> None:
     with running_switch() as switch:
-        env = {**ENV, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "ring", "NETFOLD_RECONNECT_S": "0"}
+        env = {**env, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "ring"}
         found = values(run_ranks(breaks_for_good, 3, port_of(switch.endpoint), env=env, timeout_s=60))
     for text, took in found:
         assert "rank" in text and took < seconds(5), found

@@ -19,13 +19,13 @@ from fabrics import need_libfabric
 from load import seconds
 from nccl.collnet_loader import CollNet
 from nccl.loader import CUDA, HOST, MAX_REQUESTS, VERSIONS, WARN, NcclError, Plugin
-from nccl.test_net import ENV, exchange, pattern, wait_for_peer
+from nccl.test_net import APART, ENV, exchange, pattern, wait_for_peer
 from ranks import run_ranks, values
 
 pytestmark = pytest.mark.native
 
 SOURCE = Path(__file__).parent.parent / "torch" / "device" / "fake_cuda.c"
-STAGED = {**ENV, "NETFOLD_NCCL_CUDA": "staged"}
+STAGED = {**APART, "NETFOLD_NCCL_CUDA": "staged"}
 UNUSED = "NETFOLD_NCCL_CUDA=staged is not used, and NCCL copies itself: CUDA's driver library"
 SIZES = (0, 1, 4096, (64 << 10) + 1, 512 << 10, 3_000_017)
 

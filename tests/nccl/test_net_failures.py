@@ -18,7 +18,7 @@ from breaking import breaking, can_reset, connections, hang_up, reset
 from interceptor import Interceptor
 from load import seconds
 from nccl.loader import INVALID_USAGE, REMOTE_ERROR, SYSTEM_ERROR, WARN, NcclError, Plugin
-from nccl.test_net import ENV, exchange, pattern
+from nccl.test_net import APART, ENV, exchange, pattern
 from ranks import run_ranks, values
 
 from netfold import FileStore
@@ -69,7 +69,7 @@ def work_while_breaking(rank: int, size: int, folder: str, how: str) -> tuple[in
 def test_connections_that_break_are_made_again_and_no_byte_is_lost(how: str, security: str, streams: str) -> None:
     if how == "reset" and not can_reset():
         pytest.skip("no connection can be reset: ss -K needs root and a kernel with INET_DIAG_DESTROY")
-    env = {**ENV, "NETFOLD_SECURITY": security, "NETFOLD_NCCL_STREAMS": streams}
+    env = {**APART, "NETFOLD_SECURITY": security, "NETFOLD_NCCL_STREAMS": streams}
     found = values(run_ranks(work_while_breaking, 2, how, env=env, timeout_s=120))
     assert sum(broken for broken, _ in found) > 5
     assert any("was made again" in text for text in found[0][1])
@@ -96,7 +96,7 @@ def a_receiver_leaves_first(rank: int, size: int, folder: str) -> list[str]:
 
 def test_an_end_that_leaves_first_is_no_broken_connection() -> None:
     """Real jobs had the line "broke, and is made again" at their end, wherever one rank closed before the other."""
-    sender, _ = values(run_ranks(a_receiver_leaves_first, 2, env=ENV, timeout_s=60))
+    sender, _ = values(run_ranks(a_receiver_leaves_first, 2, env=APART, timeout_s=60))
     assert not any("made again" in text for text in sender)
 
 
@@ -120,7 +120,7 @@ def break_behind_the_last_request(rank: int, size: int, folder: str) -> None:
 
 
 def test_a_break_behind_the_last_request_is_noticed() -> None:
-    values(run_ranks(break_behind_the_last_request, 2, env=ENV, timeout_s=60))
+    values(run_ranks(break_behind_the_last_request, 2, env=APART, timeout_s=60))
 
 
 def forged_stream(rank: int, size: int, folder: str) -> str:
@@ -144,7 +144,7 @@ def forged_stream(rank: int, size: int, folder: str) -> str:
 
 
 def test_a_changed_byte_of_a_protected_stream_ends_it_and_is_not_used() -> None:
-    env = {**ENV, "NETFOLD_SECURITY": "authenticate", "NETFOLD_RECONNECT_S": "1"}
+    env = {**APART, "NETFOLD_SECURITY": "authenticate", "NETFOLD_RECONNECT_S": "1"}
     receiver = values(run_ranks(forged_stream, 2, env=env, timeout_s=120))[1]
     assert "a record came with a wrong tag" in receiver
 
@@ -165,7 +165,7 @@ def dying_sender(rank: int, size: int, folder: str) -> tuple[int, str, float]:
 
 
 def test_the_death_of_a_rank_ends_what_waits_for_it() -> None:
-    env = {**ENV, "NETFOLD_RECONNECT_S": "1"}
+    env = {**APART, "NETFOLD_RECONNECT_S": "1"}
     code, text, waited_s = values(run_ranks(dying_sender, 2, env=env, dies=[0])[1:])[0]
     assert code == REMOTE_ERROR
     assert "receiving from 127.0.0.1:" in text
@@ -189,8 +189,9 @@ def broken_for_good(rank: int, size: int, folder: str) -> tuple[str, float]:
     return str(lost.value), time.monotonic() - began
 
 
-def test_a_connection_that_may_not_be_made_again_ends_at_once() -> None:
-    for text, waited_s in values(run_ranks(broken_for_good, 2, env={**ENV, "NETFOLD_RECONNECT_S": "0"})):
+@pytest.mark.parametrize("env", [{**APART, "NETFOLD_RECONNECT_S": "0"}, ENV], ids=["asked for", "within a host"])
+def test_a_connection_that_may_not_be_made_again_ends_at_once(env: dict[str, str]) -> None:
+    for text, waited_s in values(run_ranks(broken_for_good, 2, env=env)):
         assert "closed its connection" in text
         assert waited_s < seconds(3)
 

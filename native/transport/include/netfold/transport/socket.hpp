@@ -61,7 +61,9 @@ struct Address {
 
   // `host` is a numeric address; names are resolved above this layer. Throws std::invalid_argument.
   static Address parse(const std::string& host, std::uint16_t port);
+  // Of a socket, and of its peer. Throw std::system_error.
   static Address local_of(int fd);
+  static Address peer_of(int fd);
   std::uint16_t port() const;
   // The host's bytes in network order: 4 of IPv4, 16 of IPv6.
   std::string_view host() const;
