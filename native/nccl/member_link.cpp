@@ -44,6 +44,7 @@ std::optional<Reconnectable::Broken> MemberLink::with_time(int rail,
 }
 
 std::optional<Reconnectable::Broken> MemberLink::broken(int rail) {
+  if (broken_since_ns_[static_cast<std::size_t>(rail)] == 0) return std::nullopt;  // the driver need not be asked
   const auto group = this->group();
   return group == nullptr ? std::nullopt : with_time(rail, group->broken(lane_of(rail), peer_, 0));
 }
@@ -62,12 +63,15 @@ std::optional<Reconnectable::Broken> MemberLink::disconnect(int rail, int reconn
 
 bool MemberLink::reconnect(int rail, int reconnects, transport::Fd socket, const Agreed& agreed) {
   const auto group = this->group();
-  if (group == nullptr ||
-      !group->reconnect(lane_of(rail), peer_, 0, reconnects, std::move(socket), agreed.received, agreed.secrets)) {
-    return false;
+  if (group == nullptr) return false;
+  auto& since_ns = broken_since_ns_[static_cast<std::size_t>(rail)];
+  const std::int64_t before_ns = since_ns.exchange(0);  // before, since the new socket may break at once
+  if (group->reconnect(lane_of(rail), peer_, 0, reconnects, std::move(socket), agreed.received, agreed.secrets)) {
+    return true;
   }
-  broken_since_ns_[static_cast<std::size_t>(rail)] = 0;
-  return true;
+  std::int64_t none = 0;
+  since_ns.compare_exchange_strong(none, before_ns);
+  return false;
 }
 
 void MemberLink::give_up(int rail, int reconnects, const std::string& why) {
