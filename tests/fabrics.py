@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from netfold._native import fabric
@@ -14,6 +16,13 @@ def need_libfabric() -> str:
         return str(fabric.version())
     except fabric.FabricError as error:
         pytest.skip(f"there is no fabric to be tried on this host: {error}", allow_module_level=True)
+
+
+def real_library() -> str:
+    """Load libfabric, and return its path: a library that stands in for it passes calls on to it."""
+    need_libfabric()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return next(line.split()[-1] for line in maps if "/libfabric.so" in line)
 
 
 def need_mpi(mpi: str) -> None:

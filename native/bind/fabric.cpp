@@ -118,8 +118,9 @@ std::size_t send_all(FabricStream& self, const nb::bytes& data, std::int64_t tim
 nb::bytes receive_all(FabricStream& self, std::size_t bytes, std::int64_t timeout_ns) {
   const FabricStream& stream = opened(self);
   std::vector<std::byte> into(bytes);
+  std::span<std::byte> no_gpu;
   into.resize(move_all(stream, into.data(), bytes, POLLIN, timeout_ns,
-                       [&](const iovec& rest) { return stream.mux->receive(stream.stream, {&rest, 1}); }));
+                       [&](const iovec& rest) { return stream.mux->receive(stream.stream, no_gpu, {&rest, 1}); }));
   return to_bytes(into);
 }
 

@@ -194,6 +194,7 @@ bool PointToPoint::may_copy(int source, const FrameHeader& header, const Receive
 
 void PointToPoint::accept(int source, const FrameHeader& header, Receive receive) {
   if (!fits(source, header, receive)) return;
+  if (at(source).accepted.contains(header.id)) return broken(source, "two messages of one id");
   receive.bytes = header.bytes;
   receive.chunk_bytes = kChunkBytes;
   FrameHeader answer;
@@ -253,15 +254,19 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
     case Type::accept: {
       const auto found = peer.announced.find(header.id);
       if (found == peer.announced.end()) return broken(from, "an accept of a message that was not announced");
-      Send& send = peer.streaming.emplace_back(found->second);
-      send.chunk_bytes = kChunkBytes;
-      if (header.gpu_chunk_bytes > 0) {
-        send.chunk_bytes = header.gpu_chunk_bytes;
-        send.must_use_rma = true;
-        if (send.chunk_bytes > gpu_chunk_bytes(from)) return fail_for_gpu(from, send.ticket, "sends from or to");
-      } else if (send.gpu != nullptr && send.header.bytes > 0) {
-        return broken(from, "an accept that does not allow for memory of a GPU");
+      const Send& announced = found->second;
+      const bool must_use_rma = header.gpu_chunk_bytes > 0 && announced.header.bytes > 0;
+      if (must_use_rma && header.gpu_chunk_bytes > gpu_chunk_bytes(from)) {
+        return fail_for_gpu(from, announced.ticket, "sends from or to");
       }
+      if (announced.header.gpu_chunk_bytes > 0 && !must_use_rma) {
+        return broken(from, "an accept of " + std::to_string(announced.header.bytes) +
+                                " bytes that does not allow for memory of a GPU");
+      }
+      // From here on the message's bytes are sent.
+      Send& send = peer.streaming.emplace_back(announced);
+      send.chunk_bytes = must_use_rma ? header.gpu_chunk_bytes : kChunkBytes;
+      send.must_use_rma = must_use_rma;
       if (send.gpu == nullptr &&
           (send.must_use_rma || lane_->uses_rma(from, std::min<std::size_t>(send.header.bytes, kChunkBytes)))) {
         // The pipe only reads from it.

@@ -201,9 +201,10 @@ bool PointToPoint::read(int from) {
     peer.end -= std::exchange(peer.begin, 0);
     const std::size_t direct = input.left;
     const iovec parts[2] = {{input.into, direct}, {peer.staging.data() + peer.end, kStagingBytes - peer.end}};
-    const std::span<const iovec> all(parts);
+    const std::span<const iovec> all(parts), staging = all.subspan(1);
     const std::size_t wanted = direct + kStagingBytes - peer.end;
-    const auto io = lane_->receive(from, direct > 0 ? all : all.subspan(1));
+    const auto io = direct > 0 && input.is_in_gpu ? lane_->receive_into_gpu(from, {input.into, direct}, staging)
+                                                  : lane_->receive(from, direct > 0 ? all : staging);
     if (io.closed) {
       lose(from, io);
       return true;
@@ -211,7 +212,7 @@ bool PointToPoint::read(int from) {
     if (io.bytes == 0) break;
     moved = true;
     peer.waits_since_ns = 0;
-    const std::size_t placed = std::min(direct, io.bytes);
+    const std::size_t placed = input.is_in_gpu ? io.in_gpu : std::min(direct, io.bytes);
     input.into += placed;
     input.left -= placed;
     if (direct > 0 && input.left == 0) finish_input(from);
@@ -231,7 +232,10 @@ void PointToPoint::consume(int from) {
     if (input.left > 0) {
       const std::size_t bytes = std::min(input.left, peer.end - peer.begin);
       if (bytes == 0) return;
-      if (input.is_in_gpu) return broken(from, "bytes into memory of a GPU that it did not write there itself");
+      if (input.is_in_gpu) {
+        return broken(from,
+                      std::to_string(bytes) + " bytes for memory of a GPU into which it had to write them itself");
+      }
       std::memcpy(input.into, peer.staging.data() + peer.begin, bytes);
       peer.begin += bytes;
       input.into += bytes;

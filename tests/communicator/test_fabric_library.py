@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fabrics import need_libfabric
+from fabrics import real_library
 from load import seconds
 from ranks import run_ranks, values
 
@@ -57,12 +57,6 @@ def headers() -> None:
     except fabric.FabricError as error:
         if "headers" in str(error):
             pytest.skip(f"this build knows no libfabric, whichever library there is: {error}")
-
-
-def real_library() -> str:
-    need_libfabric()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return next(line.split()[-1] for line in maps if "/libfabric.so" in line)
 
 
 def compile_with(*words: str) -> None:

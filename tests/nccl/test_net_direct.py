@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fabrics import need_libfabric
 from nccl.gpu_memory import GpuMemory
 from nccl.loader import CUDA, DMABUF, HOST, INFO, REMOTE_ERROR, VERSIONS, WARN, NcclError, Plugin
 from nccl.test_net import ENV, exchange, groups, many_outstanding, one_tag_ahead, pattern, wait_for_peer
@@ -25,8 +24,7 @@ from ranks import run_ranks, values
 
 from netfold import FileStore
 
-need_libfabric()
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("libfabric")]
 
 SIZES = (0, 1, 4096, 64 << 10, (512 << 10) + 1, 16 << 20)
 DIRECT = {**ENV, "NETFOLD_TRANSPORT": "fabric:strict:seed=5:hmem=1+tcp", "NETFOLD_NCCL_CUDA": "direct"}

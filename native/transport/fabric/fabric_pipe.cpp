@@ -212,15 +212,16 @@ Pipe::Io FabricPipe::sent(std::size_t bytes) {
   return is_over() ? closed() : Io{};
 }
 
-Pipe::Io FabricPipe::receive(std::span<const iovec> pieces) {
+Pipe::Io FabricPipe::receive_into_gpu(std::span<std::byte> gpu, std::span<const iovec> pieces) {
   is_listed_ = false;
   if (stream_ != nullptr) {
-    const std::size_t bytes = mux().receive(stream_, pieces);
+    auto left = gpu;
+    const std::size_t bytes = mux().receive(stream_, left, pieces);
     if (bytes > 0) {
       // The peer runs. A receive from any rank reads on until there is nothing, and must not make a connection again
       // that both ends closed since it was idle.
       quiet_calls_ = 0;
-      return {.bytes = bytes};
+      return {.bytes = bytes, .in_gpu = gpu.size() - left.size()};
     }
   }
   if (!is_up()) {

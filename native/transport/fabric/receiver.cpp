@@ -43,24 +43,37 @@ void Receiver::post_refused() {
   for (ReceiveBuffer* buffer : refused) post(*buffer);
 }
 
-std::size_t Receiver::receive(Stream& stream, std::span<const iovec> pieces) {
+std::size_t Receiver::receive(Stream& stream, std::span<std::byte>& gpu, std::span<const iovec> pieces) {
   IovecCursor into(pieces);
-  std::size_t total = 0;
-  while (!into.at_end()) {
+  std::size_t total = 0, copied = 0;
+  for (;;) {
     ReceiveBuffer* segment = stream.next_segment();
     if (segment == nullptr) break;
     const std::uint32_t all_bytes = segment->bytes + (segment->grant != nullptr ? segment->grant->bytes : 0);
     const bool is_in_buffer = stream.offset < segment->bytes;
     const std::byte* source = is_in_buffer ? segment->data + sizeof(MessageHeader) + stream.offset
                                            : segment->grant->into + (stream.offset - segment->bytes);
-    if (!is_in_buffer && segment->grant->is_gpu && into.front() != source) {
-      // The caller reads on into another place, which it does before it knows the message. Only the next call may end it.
-      if (total == 0) state_.fail(stream, "the peer wrote into memory of a GPU out of turn");
-      break;
+    const std::size_t left = (is_in_buffer ? segment->bytes : all_bytes) - stream.offset;
+    std::span<std::byte> part;
+    if (!is_in_buffer && segment->grant->is_gpu) {
+      if (gpu.empty() || gpu.data() != source || copied > 0) {
+        // The caller must first see what was copied: it may begin a message whose bytes these are. Only the next call may
+        // fail the stream.
+        if (total == 0) {
+          state_.fail(stream, "rank " + std::to_string(stream.peer) + " wrote " + std::to_string(left) +
+                                  " bytes into memory of a GPU out of turn");
+        }
+        break;
+      }
+      part = gpu.first(std::min(left, gpu.size()));
+      gpu = gpu.subspan(part.size());
+    } else {
+      if (into.at_end()) break;
+      part = into.next(left);
+      // Written bytes lie in their place already, where the caller reads into the memory that it posted.
+      if (part.data() != source) std::memmove(part.data(), source, part.size());
+      copied += part.size();
     }
-    const auto part = into.next((is_in_buffer ? segment->bytes : all_bytes) - stream.offset);
-    // Written bytes lie in their place already, where the caller reads into the memory that it posted.
-    if (part.data() != source) std::memmove(part.data(), source, part.size());
     total += part.size();
     stream.offset += static_cast<std::uint32_t>(part.size());
     if (stream.offset < all_bytes) continue;
@@ -124,6 +137,9 @@ void Receiver::handle_segment(Stream& stream, ReceiveBuffer& buffer, const Messa
   buffer.bytes = header.bytes;
   if (header.type == MessageType::written && !grants_.attach_grant(stream, buffer)) {
     ++state_.counters.rejected;
+    // Without the segment the stream would stop for ever.
+    state_.fail(stream, "rank " + std::to_string(stream.peer) +
+                            " broke the stream's protocol: it named memory that it was not granted, or twice");
     return post(buffer);
   }
   if (buffer.grant != nullptr && state_.limits.front().orders_writes) grants_.handle_landed(buffer.grant->number);

@@ -122,6 +122,7 @@ bool RmaGrants::attach_grant(Stream& stream, ReceiveBuffer& buffer) {
   std::memcpy(&trailer, buffer.data + sizeof(MessageHeader) + buffer.bytes, sizeof trailer);
   const auto found = grants_.find(trailer.number);
   if (found == grants_.end() || found->second.stream != &stream || found->second.bytes != trailer.bytes) return false;
+  if (std::exchange(found->second.is_named, true)) return false;
   buffer.grant = &found->second;
   return true;
 }

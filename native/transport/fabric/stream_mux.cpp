@@ -317,12 +317,12 @@ std::size_t StreamMux::send(Stream* stream, std::span<const iovec> pieces) {
   return sender_.send(*stream, pieces);
 }
 
-std::size_t StreamMux::receive(Stream* stream, std::span<const iovec> pieces) {
+std::size_t StreamMux::receive(Stream* stream, std::span<std::byte>& gpu, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
   stream->doorbell->note_awake();
   grants_.send_grants(*stream);
   if (stream->next_segment() == nullptr) progress();
-  return receiver_.receive(*stream, pieces);
+  return receiver_.receive(*stream, gpu, pieces);
 }
 
 bool StreamMux::is_posted(Stream* stream, std::uint64_t name) {

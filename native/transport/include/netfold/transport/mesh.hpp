@@ -53,6 +53,9 @@ class Mesh {
   bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes, Pipe::GpuMemory* gpu = nullptr) {
     return pipe(peer).post_receive(name, into, bytes, gpu);
   }
+  Io receive_into_gpu(int peer, std::span<std::byte> gpu, std::span<const iovec> pieces) {
+    return pipe(peer).receive_into_gpu(gpu, pieces);
+  }
   std::size_t gpu_part_bytes(int peer) const { return pipe(peer).gpu_part_bytes(); }
   bool is_posted(int peer, std::uint64_t name) { return pipe(peer).is_posted(name); }
   Io put(int peer, std::span<const iovec> pieces, std::uint64_t name, Pipe::GpuMemory* gpu = nullptr) {

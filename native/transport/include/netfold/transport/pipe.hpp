@@ -25,6 +25,7 @@ class Pipe {
     const std::string* why = nullptr;  // the reason where one is known; the pipe owns the text
     bool is_ours = false;              // the fault is on this side, and the peer may be well
     bool is_orderly = false;           // the peer is known to have closed the group
+    std::size_t in_gpu = 0;            // of `bytes`, those that receive_into_gpu found in memory of a GPU
   };
 
   // The first use of leased memory counts as a hit where a fabric had it registered, else as a miss.
@@ -71,6 +72,9 @@ class Pipe {
   // Posts memory for the part of this name; the peer owns the memory until the part is received. The part must be
   // received into exactly this memory. False: try again later. gpu: the memory is part of it; null: the host's.
   virtual bool post_receive(std::uint64_t, std::byte*, std::size_t, GpuMemory* /*gpu*/) { return false; }
+  // As `receive`, where the next bytes are to be in `gpu`, posted memory of a GPU. Those that the peer wrote there are
+  // received where they are. Bytes that it sent in another way go to `pieces`, so the CPU touches nothing in `gpu`.
+  virtual Io receive_into_gpu(std::span<std::byte> /*gpu*/, std::span<const iovec> pieces) { return receive(pieces); }
   // Whether the peer has posted memory for the part of this name.
   virtual bool is_posted(std::uint64_t) { return false; }
   // As `send`, all or nothing. The last of `pieces` is the part of this name; leave it unchanged while

@@ -60,7 +60,8 @@ class FabricPipe final : public Pipe {
 
   Io send(std::span<const iovec> pieces) override;
   Io send_last(std::span<const iovec> pieces) override;
-  Io receive(std::span<const iovec> pieces) override;
+  Io receive(std::span<const iovec> pieces) override { return receive_into_gpu({}, pieces); }
+  Io receive_into_gpu(std::span<std::byte> gpu, std::span<const iovec> pieces) override;
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override;
   std::size_t unconfirmed() const override { return stream_ == nullptr ? 0 : mux().unconfirmed(stream_); }

@@ -28,8 +28,9 @@ class Receiver {
 
   Receiver(MuxState& state, Sender& sender, RmaGrants& grants) : state_(state), sender_(sender), grants_(grants) {}
 
-  // Copies the bytes that are here, in order; returns their number.
-  std::size_t receive(Stream& stream, std::span<const iovec> pieces);
+  // Receives the bytes that are here, in order; returns their number. Those that the peer wrote to the front of `gpu` are
+  // passed over there; all others are copied to `pieces`.
+  std::size_t receive(Stream& stream, std::span<std::byte>& gpu, std::span<const iovec> pieces);
   void post(ReceiveBuffer& buffer);
   // Posts the buffers that a rail refused for now.
   void post_refused();

@@ -75,7 +75,7 @@ class RmaGrants {
   bool post_receive(Stream& stream, std::uint64_t name, std::byte* into, std::size_t bytes, Pipe::GpuMemory* gpu);
   // Tells the peer of new grants.
   void send_grants(Stream& stream);
-  // Finds the grant that a `written` segment names. False: there is no such grant.
+  // Finds the grant that a `written` segment names. False: there is no such grant, or another segment named it.
   bool attach_grant(Stream& stream, ReceiveBuffer& buffer);
   void handle_landed(std::uint32_t number);
   // The bytes of the grant and its segment were read.

@@ -138,7 +138,8 @@ struct Grant {
   std::uint32_t bytes = 0;
   std::uint32_t number = 0;
   RegistrationCache::Entry* entry = nullptr;
-  bool is_gpu = false;  // `into` is memory of a GPU
+  bool is_gpu = false;    // `into` is memory of a GPU
+  bool is_named = false;  // by a `written` segment
   State state = State::open;
 };
 

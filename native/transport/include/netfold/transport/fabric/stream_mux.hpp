@@ -134,7 +134,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
 
   // As Pipe's functions of the same names; `send` and `receive` return the number of bytes.
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
-  std::size_t receive(Stream* stream, std::span<const iovec> pieces);
+  // gpu: begins behind the bytes that were received into it when the call returns.
+  std::size_t receive(Stream* stream, std::span<std::byte>& gpu, std::span<const iovec> pieces);
   bool uses_rma(std::size_t rma_min_bytes, std::size_t bytes) const { return grants_.uses_rma(rma_min_bytes, bytes); }
   bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes, Pipe::GpuMemory* gpu) {
     return locked([&] { return grants_.post_receive(*stream, name, into, bytes, gpu); });
