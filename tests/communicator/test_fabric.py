@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import signal
+import struct
 import threading
 import time
 from pathlib import Path
@@ -322,6 +323,17 @@ def test_bytes_of_an_unauthenticated_peer_change_nothing() -> None:
     ours.send(b"what was said", longest_ns)
     assert peer.receive(13, longest_ns) == b"what was said"
     assert peer.receive(1, 10_000_000) == b""
+
+
+@pytest.mark.parametrize("bytes_", [0, 4, 15, 17])
+def test_a_name_of_another_length_than_the_providers_is_refused(bytes_: int) -> None:
+    """libfabric is told no length, and would read on behind a shorter name."""
+    mux = fabric.StreamMux("tcp", list(LOOPBACK))
+    stream = mux.open(fabric.make_doorbell())
+    # The length and the name follow 24 bytes.
+    offer = stream.offer[:24] + struct.pack("=I", bytes_) + (stream.offer[28:] + bytes(1))[:bytes_]
+    with pytest.raises(fabric.FabricError, match=f"does not take an address of {bytes_} bytes"):
+        stream.connect(offer)
 
 
 def test_an_unknown_provider_is_refused_with_the_known_ones() -> None:

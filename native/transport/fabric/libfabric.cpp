@@ -362,9 +362,13 @@ std::vector<std::byte> LibfabricEndpoint::name() const {
 }
 
 Endpoint::Peer LibfabricEndpoint::add(std::span<const std::byte> name) {
+// libfabric is told no length, so a shorter name than this endpoint's would be read beyond its end. Names of shm are
+// texts that end with a 0.
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
   const Watchdog::Call call(watch_);
-  if (fi_av_insert(addresses_.get(), name.data(), 1, &peer, 0, nullptr) != 1) {
+  const bool is_text = info_->addr_format == FI_ADDR_STR;
+  const bool is_whole = is_text ? !name.empty() && name.back() == std::byte{0} : name.size() == this->name().size();
+  if (!is_whole || fi_av_insert(addresses_.get(), name.data(), 1, &peer, 0, nullptr) != 1) {
     throw Error("provider " + limits_.provider + " does not take an address of " + std::to_string(name.size()) +
                 " bytes; does every rank use the same provider?");
   }

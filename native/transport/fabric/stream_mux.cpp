@@ -211,13 +211,15 @@ void StreamMux::connect(Stream* stream, std::span<const std::byte> bytes) {
     bytes = bytes.subspan(length);
   }
   if (!is_whole || !bytes.empty() || offer.window == 0) throw Error("the other rank's offer of a stream is malformed");
+  std::vector<Endpoint::Peer> peers;
   for (std::size_t rail = 0; rail < names.size(); ++rail) {
     // Add each name once: not every provider takes an address that it has.
     const std::string name(reinterpret_cast<const char*>(names[rail].data()), names[rail].size());
     auto known = peers_[rail].find(name);
     if (known == peers_[rail].end()) known = peers_[rail].emplace(name, state_.rails[rail]->add(names[rail])).first;
-    stream->peers.push_back(known->second);
+    peers.push_back(known->second);
   }
+  stream->peers = std::move(peers);
   stream->rail_failed.resize(names.size());
   stream->send_tag = offer.tag;
   // This rank's own send buffers bound the window, too.
