@@ -85,8 +85,10 @@ Address address_of(const Handle& handle) {
 }  // namespace
 
 void require_own(const Handle& handle) {
-  if (handle.magic != Handle().magic)
+  if (handle.magic != Handle().magic) {
     throw std::runtime_error("the handle is not one of this plugin: every rank must use it");
+  }
+  if (handle.streams == 0) throw std::runtime_error("the handle asks for no connection, and is damaged");
 }
 
 std::shared_ptr<Comm> Listener::next() {

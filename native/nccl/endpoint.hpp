@@ -41,8 +41,9 @@ struct Handle {
   Id listener{};
   auth::Secret secret{};
   std::array<char, 24> fabric{};  // the provider, cut to this length; empty: TCP
-  // Of the connecting rank: NCCL repeats its call with the same handle until there is a connection.
-  void* pending = nullptr;
+  // Of the connecting rank: NCCL repeats its call with the same handle until there is a connection. A number and no
+  // address, since the other rank gave the handle.
+  std::uint64_t pending = 0;
 };
 static_assert(sizeof(Handle) <= kHandleBytes);
 // Throws std::runtime_error for a handle of another plugin, or of NCCL's own.

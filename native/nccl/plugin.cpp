@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -23,7 +25,32 @@ struct HeldComm {
 struct HeldListener {
   std::shared_ptr<Listener> listener;
 };
-using Pending = std::shared_ptr<Connecting>;
+
+// The connections that NCCL asks for again, by the number that it brings back in the handle.
+class Pending {
+ public:
+  std::uint64_t keep(std::shared_ptr<Connecting> connecting) {
+    const std::lock_guard lock(mutex_);
+    kept_.emplace(++last_, std::move(connecting));
+    return last_;
+  }
+  // Null: there is none of this number.
+  std::shared_ptr<Connecting> take(std::uint64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto node = kept_.extract(number);
+    return node.empty() ? nullptr : std::move(node.mapped());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::uint64_t last_ = 0;
+  std::map<std::uint64_t, std::shared_ptr<Connecting>> kept_;
+};
+
+Pending& pending() {
+  static auto* const pending = new Pending;
+  return *pending;
+}
 
 Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
 
@@ -54,12 +81,14 @@ template <auto kOfHost, class Properties>
 Result net_properties(int number, Properties* properties) {
   const Result result = kOfHost(number, properties);
   if (result != Result::success) return result;
-  if (Endpoint::instance().reaches_gpus(number)) properties->pointers |= kCudaPointer;
-  if (Endpoint::instance().takes_dmabufs(number)) properties->pointers |= kDmabufPointer;
-  if (Endpoint::instance().gpus() == nullptr) return result;
-  properties->pointers |= kCudaPointer;
-  if constexpr (requires { properties->max_message; }) properties->max_message = kMaxStaged;
-  return result;
+  return guarded([&] {
+    if (Endpoint::instance().reaches_gpus(number)) properties->pointers |= kCudaPointer;
+    if (Endpoint::instance().takes_dmabufs(number)) properties->pointers |= kDmabufPointer;
+    if (Endpoint::instance().gpus() == nullptr) return result;
+    properties->pointers |= kCudaPointer;
+    if constexpr (requires { properties->max_message; }) properties->max_message = kMaxStaged;
+    return result;
+  });
 }
 
 Result listen(int device, void* raw, void** listener) {
@@ -81,16 +110,16 @@ Result connect(int device, void* raw, void** comm) {
     Endpoint::instance().check_switch();
     Handle handle;
     std::memcpy(&handle, raw, sizeof handle);
-    std::unique_ptr<Pending> pending(static_cast<Pending*>(handle.pending));
-    if (pending == nullptr) pending = std::make_unique<Pending>(Endpoint::instance().connect(device, handle));
-    const auto keep = [&](void* what) {
-      std::memcpy(static_cast<std::byte*>(raw) + offsetof(Handle, pending), &what, sizeof what);
+    auto connecting = pending().take(handle.pending);
+    if (connecting == nullptr) connecting = Endpoint::instance().connect(device, handle);
+    const auto keep = [&](std::uint64_t number) {
+      std::memcpy(static_cast<std::byte*>(raw) + offsetof(Handle, pending), &number, sizeof number);
     };
-    keep(nullptr);
-    if (auto made = (*pending)->take()) {
+    keep(0);
+    if (auto made = connecting->take()) {
       *comm = new HeldComm{std::move(made)};
     } else {
-      keep(pending.release());
+      keep(pending().keep(std::move(connecting)));
     }
     return Result::success;
   });

@@ -415,3 +415,24 @@ def test_no_secret_is_logged() -> None:
     assert secret not in str(log)
     assert all(level != WARN for level, _ in log)
     assert SYSTEM_ERROR == 2
+
+
+def handles_of_another(rank: int, size: int, folder: str) -> str:
+    plugin = Plugin()
+    handle, listener = plugin.listen()
+    pending = struct.pack("=Q", 0xDEAD0000)  # where this process would note a connection under way
+    to = plugin.connect(handle[:112] + pending + handle[120:])
+    back = plugin.accept(listener)
+    ours, into = pattern(1000, 1), np.zeros(1000, np.uint8)
+    plugin.wait(plugin.receive(back, [into]), plugin.send(to, ours))
+    assert np.array_equal(into, ours)
+    with pytest.raises(NcclError) as failed:
+        plugin.connect(handle[:5] + bytes(1) + handle[6:])
+    plugin.close_listen(listener)
+    plugin.close(to, back)
+    return str(failed.value)
+
+
+def test_a_handle_with_the_wrong_content_is_harmless() -> None:
+    (said,) = values(run_ranks(handles_of_another, 1, env=ENV))
+    assert "the handle asks for no connection, and is damaged" in said, said
