@@ -161,7 +161,13 @@ Comm::Request* Comm::flush(std::byte* data, const Registered& memory) {
 bool Comm::test(Request& request, int* sizes) {
   const std::lock_guard lock(mutex_);
   if (request.flush_ != nullptr) {
-    if (!fabric_->is_flushed(*request.flush_)) return false;
+    try {
+      if (!failure_.empty()) throw std::runtime_error(failure_);
+      if (!fabric_->is_flushed(*request.flush_)) return false;
+    } catch (const transport::fabric::Error& error) {
+      fail(error.what());
+      throw std::runtime_error(failure_);
+    }
     end(request);
     return true;
   }

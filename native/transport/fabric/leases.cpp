@@ -1,4 +1,5 @@
 // Registration leases and scratch memory of StreamMux.
+#include <poll.h>
 #include <unistd.h>
 #include <netfold/transport/fabric/stream_mux.hpp>
 
@@ -35,19 +36,24 @@ std::shared_ptr<GpuFlush> StreamMux::flush(Pipe::GpuMemory& memory, std::byte* a
   std::lock_guard lock(mutex_);
   auto& entry = static_cast<RegistrationCache::GpuEntry&>(memory);
   if (entry.registration == nullptr) throw Error("the endpoint of " + state_.provider() + " was closed");
+  if (at < entry.data || at >= entry.data + entry.bytes) {
+    throw Error("a flush of an address that is not in the " + std::to_string(entry.bytes) +
+                " bytes of a GPU's memory that were registered");
+  }
   if (flush_registration_ == nullptr) {
     Endpoint& endpoint = *state_.rails.front();
-    flush_memory_ = map_buffers(1);
-    flush_registration_ = endpoint.register_memory(flush_memory_.data(), 1, Access::writes, Memory());
     const auto name = endpoint.name();
     const std::string text(reinterpret_cast<const char*>(name.data()), name.size());
     const auto known = peers_.front().find(text);
     self_ =
         known != peers_.front().end() ? known->second : peers_.front().emplace(text, endpoint.add(name)).first->second;
+    flush_memory_ = map_buffers(1);
+    flush_registration_ = endpoint.register_memory(flush_memory_.data(), 1, Access::writes, Memory());
   }
   auto flush = std::make_shared<GpuFlush>();
   flush->entry = &entry;
   flush->of = {entry.registration->address(at), entry.registration->key()};
+  flush->polled_ns = now_ns();
   ++entry.users;
   flushes_.push_back(flush);
   return flush;
@@ -60,14 +66,36 @@ bool StreamMux::is_flushed(GpuFlush& flush) {
     const auto taken =
         endpoint.read(self_, flush_memory_.data(), 1, flush_registration_->descriptor(), flush.of, &flush);
     flush.is_begun = taken == Endpoint::Taken::yes;
-    if (taken == Endpoint::Taken::never) end_flush(flush, "reading memory of a GPU was refused: " + endpoint.why());
+    if (taken == Endpoint::Taken::never) finish_flush(flush, "reading memory of a GPU was refused: " + endpoint.why());
   }
-  if (flush.entry != nullptr) progress();
+  progress_flush(flush);
   if (!flush.failure.empty()) throw Error(flush.failure);
   return flush.entry == nullptr;
 }
 
-void StreamMux::end_flush(GpuFlush& flush, const std::string& failure) {
+void StreamMux::end_flush(GpuFlush& flush) {
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!flush.is_begun && flush.entry != nullptr) finish_flush(flush, "");
+      progress_flush(flush);
+      if (flush.entry == nullptr) return;
+    }
+    ::poll(nullptr, 0, 1);
+  }
+}
+
+void StreamMux::progress_flush(GpuFlush& flush) {
+  if (flush.entry != nullptr) progress();
+  if (flush.entry == nullptr) return;
+  // A process that is stopped polls nothing, and the read may be complete.
+  const std::int64_t now = now_ns();
+  flush.waited_ns += std::min(now - std::exchange(flush.polled_ns, now), kReadNs / 100);
+  if (flush.waited_ns < kReadNs) return;
+  close_endpoint("reading memory of a GPU was not complete after " + std::to_string(kReadNs / 1'000'000'000) + " s");
+}
+
+void StreamMux::finish_flush(GpuFlush& flush, const std::string& failure) {
   if (!failure.empty()) flush.failure = state_.provider() + ": " + failure;
   cache_.release(std::exchange(flush.entry, nullptr));
   flushes_.remove_if([&](const auto& each) { return each.get() == &flush; });

@@ -113,8 +113,9 @@ Info hints_for(const std::string& provider, bool writes, bool in_order = false, 
   hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  if (gpus != Gpus::unused) hints->caps |= FI_READ | FI_REMOTE_READ;
   if (gpus == Gpus::wanted) {
-    hints->caps |= FI_HMEM | FI_READ | FI_REMOTE_READ;
+    hints->caps |= FI_HMEM;
     hints->domain_attr->mr_mode |= FI_MR_HMEM;
   }
   if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
@@ -361,13 +362,13 @@ std::vector<std::byte> LibfabricEndpoint::name() const {
   return name;
 }
 
-Endpoint::Peer LibfabricEndpoint::add(std::span<const std::byte> name) {
 // libfabric is told no length, so a shorter name than this endpoint's would be read beyond its end. Names of shm are
 // texts that end with a 0.
+Endpoint::Peer LibfabricEndpoint::add(std::span<const std::byte> name) {
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
-  const Watchdog::Call call(watch_);
   const bool is_text = info_->addr_format == FI_ADDR_STR;
   const bool is_whole = is_text ? !name.empty() && name.back() == std::byte{0} : name.size() == this->name().size();
+  const Watchdog::Call call(watch_);
   if (!is_whole || fi_av_insert(addresses_.get(), name.data(), 1, &peer, 0, nullptr) != 1) {
     throw Error("provider " + limits_.provider + " does not take an address of " + std::to_string(name.size()) +
                 " bytes; does every rank use the same provider?");
@@ -403,7 +404,8 @@ std::unique_ptr<Registration> LibfabricEndpoint::register_memory(std::byte* data
   std::uint64_t allowed = access == Access::messages ? FI_SEND | FI_RECV : FI_WRITE | FI_REMOTE_WRITE;
   // `read` reads from memory of a GPU into the host's.
   if (memory.is_gpu()) allowed |= FI_REMOTE_READ;
-  if (!memory.is_gpu() && access == Access::writes && gpus_ == Gpus::wanted) allowed |= FI_READ;
+  if (!memory.is_gpu() && access == Access::writes && gpus_ != Gpus::unused) allowed |= FI_READ;
+  if (access == Access::writes && gpus_ == Gpus::stand_in) allowed |= FI_REMOTE_READ;
   fid_mr* opened = nullptr;
   int result = -FI_ENOKEY;
   for (int tries = 0; tries < kKeyTries && result == -FI_ENOKEY; ++tries) {
@@ -563,7 +565,7 @@ std::unique_ptr<LibfabricEndpoint> open_with_any(const std::string& provider, co
   // Prefer writes with messages in order behind them: the number of a write is more to transfer, and ofi_rxm 1.17
   // dereferences a null pointer where a connection ends in the middle of a write with a number.
   for (const auto& [writes, in_order] : {std::pair(true, true), {true, false}, {false, false}}) {
-    if ((in_order && numbers == Numbers::always) || (!writes && gpus == Gpus::wanted)) continue;
+    if ((in_order && numbers == Numbers::always) || (!writes && gpus != Gpus::unused)) continue;
     auto opened = open_with(hints_for(provider, writes, in_order, gpus), host, rail, in_order, gpus);
     if (opened != nullptr) return opened;
   }
@@ -584,7 +586,7 @@ std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::
       no_gpus = error.what();
     }
   }
-  if (auto opened = open_with_any(provider, host, rail, Gpus::unused, numbers)) {
+  if (auto opened = open_with_any(provider, host, rail, gpus == Gpus::wanted ? Gpus::unused : gpus, numbers)) {
     if (gpus == Gpus::wanted) opened->lacks_gpus(no_gpus);
     return opened;
   }

@@ -291,7 +291,7 @@ void StreamMux::force_close(const std::string& why) {
 void StreamMux::close_endpoint(const std::string& why) {
   state_.fail_all("the endpoint was closed: " + why);
   for (auto& rail : state_.rails) rail->close();
-  while (!flushes_.empty()) end_flush(*flushes_.front(), "the endpoint was closed: " + why);
+  while (!flushes_.empty()) finish_flush(*flushes_.front(), "the endpoint was closed: " + why);
   flush_registration_.reset();
   cache_.clear();
   for (auto& slab : slabs_) slab->registrations.clear();
@@ -405,7 +405,7 @@ void StreamMux::handle_completion(const Completion& completion) {
       if (operation.kind == Operation::Kind::write) {
         return grants_.handle_write_completed(static_cast<RmaWrite&>(operation));
       }
-      if (operation.kind == Operation::Kind::read) return end_flush(static_cast<GpuFlush&>(operation), "");
+      if (operation.kind == Operation::Kind::read) return finish_flush(static_cast<GpuFlush&>(operation), "");
       auto& buffer = static_cast<SendBuffer&>(operation);
       Stream& stream = *buffer.stream;
       sender_.handle_sent(buffer);
@@ -431,7 +431,7 @@ void StreamMux::handle_failure(const Completion& completion) {
       return grants_.handle_write_completed(write);
     }
     case Operation::Kind::read:
-      return end_flush(static_cast<GpuFlush&>(operation), "reading memory of a GPU failed: " + completion.why);
+      return finish_flush(static_cast<GpuFlush&>(operation), "reading memory of a GPU failed: " + completion.why);
     case Operation::Kind::send: {
       auto& buffer = static_cast<SendBuffer&>(operation);
       Stream& stream = *buffer.stream;

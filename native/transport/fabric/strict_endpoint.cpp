@@ -98,9 +98,6 @@ class StrictRegistration final : public Registration {
     const bool is_ours = own_ && buffer.key == key() && buffer.address >= address(data_);
     return is_ours && buffer.address - address(data_) + bytes <= bytes_;
   }
-  const std::byte* read_as(const Endpoint::RemoteBuffer& buffer) const {
-    return usable(data_) + (buffer.address - address(data_));
-  }
   void* below() const { return below_ == nullptr ? nullptr : below_->descriptor(); }
   bool holds(const std::byte* data, std::size_t bytes, Access access) const {
     return data >= data_ && data + bytes <= data_ + bytes_ && access == access_;
@@ -273,13 +270,9 @@ Endpoint::Taken StrictEndpoint::pass_on(const Deferred& operation) {
   if (kind == Deferred::Kind::send) return below_->send(to, data, bytes, descriptor, tag, work);
   if (kind == Deferred::Kind::receive) return below_->receive(data, bytes, descriptor, work);
   if (kind == Deferred::Kind::read) {
-    // Not every provider reads from itself, so this is done here.
     const auto is_read = [&](const StrictRegistration* each) { return each->reads_as(remote, bytes); };
-    const auto found = std::ranges::find_if(registrations_, is_read);
-    if (found == registrations_.end()) broken("memory is read that is no registered memory of a GPU");
-    std::memcpy(data, (*found)->read_as(remote), bytes);
-    held_.push_back({.kind = Completion::Kind::sent, .work = work, .why = {}});
-    return Taken::yes;
+    if (std::ranges::none_of(registrations_, is_read)) broken("memory is read that is no registered memory of a GPU");
+    return below_->read(to, data, bytes, descriptor, remote, work);
   }
   return below_->write(to, data, bytes, descriptor, remote, static_cast<std::uint32_t>(tag), work);
 }
@@ -369,8 +362,10 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
     strictness.fails = strictness.loses = strictness.drops = strictness.early = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
+  const bool stand_in = gpus == Gpus::wanted && strictness.hmem > 0;
   return std::make_unique<StrictEndpoint>(
-      open_endpoint(name.substr(plus + 1), host, rail, Gpus::unused, Numbers::always), strictness, gpus);
+      open_endpoint(name.substr(plus + 1), host, rail, stand_in ? Gpus::stand_in : Gpus::unused, Numbers::always),
+      strictness, gpus);
 }
 
 }  // namespace netfold::transport::fabric

@@ -31,7 +31,8 @@ enum class Numbers : std::uint8_t { if_needed, always };
 // The error of a registration that the provider refused.
 std::string refused_gpu(const std::string& provider, std::size_t bytes, const Memory& memory, const std::string& why);
 // Whether memory of GPUs is to be registered. Without it the endpoint is opened as if there were no GPUs.
-enum class Gpus : std::uint8_t { unused, wanted };
+// stand_in: the host's memory stands in for a GPU's (strict_endpoint.hpp), and the endpoint must be able to read it.
+enum class Gpus : std::uint8_t { unused, wanted, stand_in };
 // Opens an endpoint. Throws Error that names what is missing, but for memory of GPUs (Limits::no_gpus).
 // provider: "tcp", "tcp;ofi_rxm", "efa", ...
 // host: the address of the interface, for providers with such addresses.

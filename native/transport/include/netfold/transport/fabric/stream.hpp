@@ -126,6 +126,8 @@ struct GpuFlush : Operation {
   GpuFlush() : Operation(Kind::read) {}
   RegistrationCache::Entry* entry = nullptr;  // null: the read is over
   Endpoint::RemoteBuffer of;
+  std::int64_t polled_ns = 0;  // time of the last poll
+  std::int64_t waited_ns = 0;
   bool is_begun = false;
   std::string failure;
 };

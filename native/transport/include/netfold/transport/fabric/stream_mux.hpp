@@ -68,6 +68,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   static constexpr std::size_t kMaxStreams = 1024;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
+  // How long a flush may take, which needs some microseconds.
+  static constexpr std::int64_t kReadNs = 10'000'000'000;
   // Between two polls by a sleeping thread, of a provider that cannot wake it.
   static constexpr std::int64_t kPollIntervalNs = 200'000;
   // Unused scratch memory that is kept.
@@ -168,8 +170,11 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // sent it towards the GPU, and its bytes may still be on the bus. A read by the same adapter passes none of them.
   // at: an address in the memory.
   std::shared_ptr<GpuFlush> flush(Pipe::GpuMemory& memory, std::byte* at);
-  // Throws Error where the read failed.
+  // Throws Error where the read failed. Closes the endpoint where it is not complete after kReadNs: an adapter that does
+  // not read is of no use to its other streams, and only then it leaves the memory alone.
   bool is_flushed(GpuFlush& flush);
+  // Ends a flush whose result nobody wants: the adapter reads the memory no more when it returns. Blocks up to kReadNs.
+  void end_flush(GpuFlush& flush);
   // Registered memory of at least `bytes` bytes. The mux keeps unused scratch memory, up to kScratchBytes.
   Pipe::Scratch scratch(std::size_t bytes);
 
@@ -215,7 +220,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
     std::lock_guard lock(mutex_);
     return function();
   }
-  void end_flush(GpuFlush& flush, const std::string& failure);
+  void progress_flush(GpuFlush& flush);
+  void finish_flush(GpuFlush& flush, const std::string& failure);
   ScratchBlock take_scratch(std::size_t bytes);
   void keep_scratch(ScratchBlock block);
   std::size_t slab_bytes(std::size_t window) const {

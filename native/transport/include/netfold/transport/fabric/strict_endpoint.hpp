@@ -9,7 +9,8 @@
 // - A Work is overwritten while it is in progress.
 // - Messages are short, and at most a header can be injected.
 // - With :hmem=1, "memory of a GPU" is a shared mapping of a file of memfd_create without permissions (PROT_NONE): every
-//   direct access ends the process. The wrapped endpoint uses a mapping of its own. With :hmem=2, none can be registered.
+//   direct access ends the process. The wrapped endpoint uses a mapping of its own, which it also reads. With :hmem=2,
+//   none can be registered.
 //
 // A broken rule throws std::logic_error, and so does freeing registered memory. The seed determines all faults.
 #pragma once
