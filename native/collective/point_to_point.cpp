@@ -372,6 +372,22 @@ void PointToPoint::abort(const Failure& failure) {
   }
 }
 
+void PointToPoint::release_memory() {
+  if (!fault_) fault_ = {0, {Failure::Kind::aborted, -1, "this rank gave up its calls"}};
+  for (const auto& peer : peers_) {
+    if (peer == nullptr) continue;
+    peer->frames.clear();
+    peer->writing.reset();  // `written` stays: the place in the stream
+    peer->in_flight.clear();
+    peer->held.clear();
+    peer->announced.clear();
+    peer->streaming.clear();
+    peer->input = {};
+    peer->accepted.clear();
+  }
+  matcher_ = {};
+}
+
 bool PointToPoint::has_left(int rank) {
   if (!at(rank).failure) read(rank);
   return static_cast<bool>(at(rank).failure);

@@ -92,6 +92,7 @@ Comm::Request* Comm::send(std::byte* data, std::size_t bytes, int tag, const Reg
   Request* request = free_request(1);
   if (request == nullptr) return nullptr;
   request->bytes_[0] = bytes;
+  request->memory_[0] = memory;
   if (memory != nullptr && memory->mirror != nullptr && bytes > 0) {
     data = stage(*request, 0, *memory, data, bytes, [&](StagedMessage& message) { message.fetch(bytes); });
   }
@@ -110,6 +111,7 @@ Comm::Request* Comm::receive(int count, void* const* data, const std::size_t* by
   const std::lock_guard lock(mutex_);
   Request* request = free_request(count);
   if (request == nullptr) return nullptr;
+  std::copy_n(memory, count, request->memory_.begin());
   std::array<std::byte*, kMaxReceives> into;
   for (int i = 0; i < count; ++i) {
     auto& place = into[static_cast<std::size_t>(i)] = static_cast<std::byte*>(data[i]);
@@ -142,6 +144,7 @@ std::byte* Comm::stage(Request& request, int which, const Registered& memory, st
 void Comm::end(Request& request) {
   if (std::exchange(request.is_staged_, false)) request.staged_ = {};
   request.flush_ = nullptr;
+  request.memory_ = {};
   request.count_ = request.left_ = 0;
 }
 
@@ -149,6 +152,7 @@ Comm::Request* Comm::flush(std::byte* data, const Registered& memory) {
   const std::lock_guard lock(mutex_);
   Request* request = free_request(1);
   if (request == nullptr) return nullptr;
+  request->memory_[0] = &memory;
   try {
     request->flush_ = fabric_->flush(*memory.gpu, data);
   } catch (...) {
@@ -234,7 +238,34 @@ void Comm::progress() {
 void Comm::fail(const std::string& why) {
   failure_ =
       (role_ == Role::sender ? "sending to " : "receiving from ") + peer_ + " (rank 0 sends, rank 1 receives): " + why;
-  lane_.mesh().cancel();  // NCCL may free the requests' memory when it learns of the failure
+  lane_.mesh().cancel();
+  release();  // NCCL may free the requests' memory when it learns of the failure
+}
+
+void Comm::deregister(const Registered& memory) {
+  const std::lock_guard lock(mutex_);
+  bool is_used = false;
+  for (Request& request : requests_) {
+    const auto named = std::ranges::find(request.memory_, &memory);
+    if (named == request.memory_.end()) continue;
+    is_used = true;
+    std::ranges::replace(request.memory_, &memory, nullptr);
+  }
+  // A staged message keeps its mirror.
+  if (!is_used || memory.mirror != nullptr || !failure_.empty()) return;
+  fail("NCCL took back the registration of memory that a request used");
+}
+
+void Comm::release() {
+  for (const Request& request : requests_) {
+    if (request.flush_ != nullptr) fabric_->end_flush(*request.flush_);
+  }
+  lane_.release_memory();
+}
+
+void Comm::release_memory() {
+  const std::lock_guard lock(mutex_);
+  release();
 }
 
 bool Comm::is_over() {
@@ -280,7 +311,8 @@ bool Comm::reconnect(int rail, int reconnects, transport::Fd fd, const Agreed& a
   if (connection.reconnects() != reconnects) return false;
   if (!connection.reconnect(std::move(fd), agreed.received, agreed.secrets)) return false;
   broken_since_ns_[static_cast<std::size_t>(rail)] = 0;
-  progress();
+  // Messages go on by NCCL's next call. No other thread may use a request's memory: NCCL may have freed it.
+  has_unsent_ = !lane_.mesh().flush();
   return true;
 }
 
@@ -289,7 +321,6 @@ void Comm::give_up(int rail, int reconnects, const std::string& why) {
   ResumableSocket& connection = socket(rail);
   if (!connection.is_broken() || connection.reconnects() != reconnects) return;
   connection.give_up(why);
-  progress();
 }
 
 void Comm::look() {

@@ -33,8 +33,11 @@ namespace netfold::nccl {
 
 inline constexpr int kMaxReceives = 8;  // in one request
 
-// Memory that NCCL has registered with a comm. One of the fields is set.
+class Comm;
+
+// Memory that NCCL has registered with a comm. One of the other fields is set.
 struct Registered {
+  std::weak_ptr<Comm> comm;
   transport::Pipe::RegistrationLease lease;  // of the host's memory, by a fabric
   transport::Pipe::GpuLease gpu;             // of a GPU's memory, by a fabric
   std::shared_ptr<Mirror> mirror;            // of a GPU's memory
@@ -64,8 +67,9 @@ class Comm final : public Reconnectable {
     int left_ = 0;
     std::array<std::size_t, kMaxReceives> bytes_{};
     std::array<StagedMessage, kMaxReceives> staged_{};
-    bool is_staged_ = false;                              // one of them is in use
-    std::shared_ptr<transport::fabric::GpuFlush> flush_;  // null: the request is of messages
+    bool is_staged_ = false;                                // one of them is in use
+    std::array<const Registered*, kMaxReceives> memory_{};  // of each message, and of a flush; null: none
+    std::shared_ptr<transport::fabric::GpuFlush> flush_;    // null: the request is of messages
   };
 
   // peer: how messages name the other end, "10.0.0.2:7301".
@@ -90,6 +94,9 @@ class Comm final : public Reconnectable {
                    const Registered* const* memory);
   // Makes what was received into memory of a GPU visible to the GPU. Null: all requests are in use.
   Request* flush(std::byte* data, const Registered& memory);
+  // NCCL takes a registration back. The comm fails where a request is open that uses it, as where a job was aborted: NCCL
+  // frees the memory next, before it closes the comm.
+  void deregister(const Registered& memory);
   // True: the request is done and free. sizes: of the messages. Throws std::runtime_error once the comm has failed.
   bool test(Request& request, int* sizes);
 
@@ -106,6 +113,8 @@ class Comm final : public Reconnectable {
   // Tells the other end that this one leaves. No peer, provider or copy uses a request's memory any more when it
   // returns; where a GPU does not end its copies, NCCL's log says so.
   void leave();
+  // After `leave`: forgets all requests and what they hold. Blocks until the adapter has ended its reads.
+  void release_memory();
 
  private:
   struct Unposted {
@@ -126,6 +135,7 @@ class Comm final : public Reconnectable {
   bool is_copying(Request& request);
   void end(Request& request);
   void fail(const std::string& why);
+  void release();
   Request* free_request(int count);
   void post(const Request& request, int which, collective::Kind kind, std::byte* data, std::size_t bytes, int tag,
             transport::Pipe::GpuLease gpu);

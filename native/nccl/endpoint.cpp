@@ -463,6 +463,7 @@ std::shared_ptr<Reconnectable> Endpoint::find(const Key& key) {
 
 void Endpoint::close(const std::shared_ptr<Comm>& comm) {
   comm->leave();
+  comm->release_memory();
   const std::lock_guard lock(mutex_);
   if (const auto found = links_.find(key_of(*comm)); found != links_.end())
     found->second.close_by_ns = now_ns() + kCloseNs;

@@ -52,7 +52,8 @@ Pending& pending() {
   return *pending;
 }
 
-Comm& comm_of(void* held) { return *static_cast<HeldComm*>(held)->comm; }
+const std::shared_ptr<Comm>& held_comm(void* held) { return static_cast<HeldComm*>(held)->comm; }
+Comm& comm_of(void* held) { return *held_comm(held); }
 
 const Registered* registered(void* raw) { return static_cast<const Registered*>(raw); }
 
@@ -143,7 +144,7 @@ transport::Pipe::GpuLease register_gpu(transport::fabric::StreamMux& fabric, voi
 Result register_memory(void* comm, void* data, std::size_t bytes, int kind, void** registration) {
   *registration = nullptr;
   return guarded([&] {
-    auto made = std::make_unique<Registered>();
+    auto made = std::make_unique<Registered>(held_comm(comm));
     const auto& fabric = comm_of(comm).fabric();
     if (kind == kCudaPointer && Endpoint::instance().cuda() != nullptr) {
       made->gpu = register_gpu(*fabric, data, bytes, {});
@@ -171,7 +172,7 @@ Result register_gpu_dmabuf(void* comm, void* data, std::size_t bytes, int kind, 
   }
   *registration = nullptr;
   return guarded([&] {
-    auto made = std::make_unique<Registered>();
+    auto made = std::make_unique<Registered>(held_comm(comm));
     made->gpu = register_gpu(*comm_of(comm).fabric(), data, bytes, {.dmabuf = dmabuf, .offset = offset});
     *registration = made.release();
     return Result::success;
@@ -180,7 +181,9 @@ Result register_gpu_dmabuf(void* comm, void* data, std::size_t bytes, int kind, 
 
 Result deregister_memory(void*, void* registration) {
   return guarded([&] {
-    delete static_cast<Registered*>(registration);
+    const std::unique_ptr<Registered> memory(static_cast<Registered*>(registration));
+    if (memory == nullptr) return Result::success;
+    if (const auto comm = memory->comm.lock()) comm->deregister(*memory);
     return Result::success;
   });
 }

@@ -12,6 +12,7 @@ import numpy as np
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _PROT_NONE = 0
 
 
@@ -31,6 +32,9 @@ class GpuMemory:
         self.address = int(address)
         self.nbytes = bytes_
         self.ctypes = SimpleNamespace(data=self.address)
+
+    def free(self) -> None:
+        assert _libc.munmap(self.address, max(self.nbytes, 1)) == 0
 
     def part(self, begin: int, bytes_: int) -> SimpleNamespace:
         """Some of its bytes, as a message names them."""

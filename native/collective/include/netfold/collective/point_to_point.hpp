@@ -99,6 +99,9 @@ class PointToPoint {
 
   // Sends every peer the reason why this rank leaves. Best effort: one try, never blocks.
   void abort(const Failure& failure);
+  // Forgets all calls, and with them the registrations of their memory. The mesh was cancelled before; the lane has failed
+  // from then on.
+  void release_memory();
   // Reads what the rank has sent, also where no call waits for it. Whether it is lost or has left.
   bool has_left(int rank);
   // Whether closing now would lose bytes that are still being sent.
