@@ -91,6 +91,7 @@ Joined join(RankConnections& connections) {
     settings.algorithm.copy(proposal.algorithm.data(), proposal.algorithm.size() - 1);
   }
   connections.broadcast(std::as_writable_bytes(std::span(&proposal, 1)), now_ns() + kAgreeNs);
+  proposal.algorithm.back() = '\0';
   const auto agree = [&](const auto& work) {
     const std::int64_t began_ns = now_ns();
     const std::string problem = connections.first_problem(problem_of(work), began_ns, began_ns + kAgreeNs);

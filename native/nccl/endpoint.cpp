@@ -229,9 +229,17 @@ Fd Endpoint::open_port(const Device& device) const {
                            "; every process of a host needs one");
 }
 
-void Endpoint::close(const Listener& listener) {
-  const std::lock_guard lock(mutex_);
-  listeners_.erase(listener.id());
+void Endpoint::close(Listener& listener) {
+  {
+    const std::lock_guard lock(mutex_);
+    listeners_.erase(listener.id());
+  }
+  {
+    const std::lock_guard lock(listener.mutex_);
+    listener.is_closed_ = true;
+  }
+  // NCCL will not ask for these any more.
+  while (const auto comm = listener.next()) close(comm);
 }
 
 // --- accepting -------------------------------------------------------------------------------------------------------
@@ -308,11 +316,15 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
     return;
   }
   const std::lock_guard lock(listener->mutex_);
+  if (listener->is_closed_) return;
   if (listener->arriving_.size() >= kMaxArriving && !listener->arriving_.contains(hello.comm)) {
     throw std::runtime_error("too many connections arrive at once");
   }
   auto& arriving = listener->arriving_[hello.comm];
   arriving.connections.id = hello.comm;
+  if (arriving.count > 0 && arriving.connections.sockets.size() != hello.rails) {
+    throw std::runtime_error("its connections disagree on their number");
+  }
   arriving.connections.sockets.resize(hello.rails);
   arriving.connections.secrets.resize(hello.rails);
   auto& place = arriving.connections.sockets.at(hello.rail);

@@ -80,6 +80,7 @@ class Listener {
   const Of of_;
   std::mutex mutex_;
   std::condition_variable arrived_;
+  bool is_closed_ = false;
   std::map<Id, Arriving> arriving_;
   std::deque<std::shared_ptr<Comm>> ready_;
   std::deque<Member> members_;
@@ -124,7 +125,8 @@ class Endpoint {
   bool is_resumable(const transport::Fd& socket) const;
   // Throws std::system_error.
   std::shared_ptr<Listener> listen(int device, Handle& handle, Listener::Of of = Listener::Of::comms);
-  void close(const Listener& listener);
+  // Also closes comms that it made and nobody took.
+  void close(Listener& listener);
   // Throws std::runtime_error for a handle of another plugin or transport.
   std::shared_ptr<Connecting> connect(int device, const Handle& handle);
   // `count` connections of member `rank` to a listener of members, whose handle is this plugin's. Blocks. Throws

@@ -196,6 +196,31 @@ def test_a_connection_that_may_not_be_made_again_ends_at_once(env: dict[str, str
         assert waited_s < seconds(3)
 
 
+def closes_its_listener(rank: int, size: int, folder: str) -> str:
+    """Rank 1 closes its listener with a connection that it never took."""
+    plugin, store = Plugin(), FileStore(folder)
+    if rank == 1:
+        handle, listener = plugin.listen()
+        store.set("handle", handle)
+        store.get("connected", 30)
+        plugin.close_listen(listener)
+        store.get("done", 60)
+        return ""
+    comm = plugin.connect(store.get("handle", 30))
+    store.set("connected", b"")
+    with pytest.raises(NcclError) as failed:
+        while True:
+            plugin.wait(plugin.send(comm, np.zeros(100, np.uint8)))
+    store.set("done", b"")
+    plugin.close(comm)
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("env", [ENV, APART], ids=["within a host", "apart"])
+def test_a_connection_that_nobody_took_ends_with_its_listener(env: dict[str, str]) -> None:
+    assert "closed" in values(run_ranks(closes_its_listener, 2, env=env))[0]
+
+
 def leaving(rank: int, size: int, folder: str) -> str:
     """Rank 0 closes at once after its last request is done: all of it still arrives, and then the end."""
     plugin = Plugin()
