@@ -1,16 +1,12 @@
 /* Stands in for libfabric.so.1 in one rank, and passes its calls on to the real one. `hostile` says which messages it
  * changes on their way out, as a faulty or hostile peer would send them, and what becomes of reads.
  *   cc -shared -fPIC -Wl,-soname,libfabric.so.1 -DREAL="path" hostile_libfabric.c -o libfabric.so.1 */
-#include <dlfcn.h>
-#include <rdma/fabric.h>
-#include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
-#include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <rdma/fi_tagged.h>
 #include <string.h>
 
-#define PASS_ON(name) ((__typeof__(&name))dlsym(dlopen(REAL, RTLD_NOW | RTLD_LOCAL), #name))
+#include "../wrapped_libfabric.h"
 
 /* As in tests/nccl/hostile.py. */
 enum { HONEST, LONGER, TWICE, FOREIGN, EAGER, REFUSED, READ_REFUSED, READ_FAILS, READ_HANGS, UNOPENED };
@@ -36,12 +32,12 @@ struct trailer {
   uint32_t number, bytes;
 };
 
-static void change(const void *data, size_t length) {
+static void change(const void* data, size_t length) {
   static uint32_t first_number;
-  const struct message *message = data;
-  struct frame *frame = (struct frame *)(message + 1);
+  const struct message* message = data;
+  struct frame* frame = (struct frame*)(message + 1);
   if (!hostile || length < sizeof *message + sizeof *frame || frame->magic != 0x4e465031) return;
-  struct trailer *trailer = (struct trailer *)((char *)data + length) - 1;
+  struct trailer* trailer = (struct trailer*)((char*)data + length) - 1;
   if (message->type == WRITTEN && frame->type == CHUNK) {
     if (hostile == LONGER && !changed) {
       frame->bytes *= 2;
@@ -65,23 +61,21 @@ static void change(const void *data, size_t length) {
   ++changed;
 }
 
-static struct fi_ops_fabric fabric_ops;
 static struct fi_ops_domain domain_ops;
 static struct fi_ops_tagged tagged_ops;
 static struct fi_ops_rma rma_ops;
-static __typeof__(fabric_ops.domain) open_domain;
 static __typeof__(domain_ops.endpoint) open_endpoint;
 static __typeof__(tagged_ops.send) pass_send;
 static __typeof__(rma_ops.read) pass_read;
 
-static ssize_t tagged_send(struct fid_ep *ep, const void *data, size_t length, void *desc, fi_addr_t to, uint64_t tag,
-                           void *context) {
+static ssize_t tagged_send(struct fid_ep* ep, const void* data, size_t length, void* desc, fi_addr_t to, uint64_t tag,
+                           void* context) {
   change(data, length);
   return pass_send(ep, data, length, desc, to, tag, context);
 }
 
-static ssize_t rma_read(struct fid_ep *ep, void *into, size_t length, void *desc, fi_addr_t from, uint64_t address,
-                        uint64_t key, void *context) {
+static ssize_t rma_read(struct fid_ep* ep, void* into, size_t length, void* desc, fi_addr_t from, uint64_t address,
+                        uint64_t key, void* context) {
   if (hostile == READ_REFUSED) return -FI_EIO;
   if (hostile == READ_HANGS) return 0;
   ssize_t result = pass_read(ep, into, length, desc, from, address, hostile == READ_FAILS ? key ^ 1 : key, context);
@@ -89,7 +83,7 @@ static ssize_t rma_read(struct fid_ep *ep, void *into, size_t length, void *desc
   return result;
 }
 
-static int endpoint(struct fid_domain *domain, struct fi_info *info, struct fid_ep **made, void *context) {
+static int endpoint(struct fid_domain* domain, struct fi_info* info, struct fid_ep** made, void* context) {
   int failed = open_endpoint(domain, info, made, context);
   if (failed) return failed;
   tagged_ops = *(*made)->tagged;
@@ -103,33 +97,14 @@ static int endpoint(struct fid_domain *domain, struct fi_info *info, struct fid_
   return 0;
 }
 
-static int domain(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **made, void *context) {
-  int failed = open_domain(fabric, info, made, context);
-  if (failed) return failed;
-  domain_ops = *(*made)->ops;
+static void change_domain(struct fid_domain* domain) {
+  domain_ops = *domain->ops;
   open_endpoint = domain_ops.endpoint;
   domain_ops.endpoint = endpoint;
-  (*made)->ops = &domain_ops;
-  return 0;
+  domain->ops = &domain_ops;
 }
 
-uint32_t fi_version(void) { return PASS_ON(fi_version)(); }
-void fi_freeinfo(struct fi_info *info) { PASS_ON(fi_freeinfo)(info); }
-struct fi_info *fi_dupinfo(const struct fi_info *info) { return PASS_ON(fi_dupinfo)(info); }
-const char *fi_strerror(int number) { return PASS_ON(fi_strerror)(number); }
-
-int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
-               struct fi_info **found) {
-  if (hostile == UNOPENED) return -FI_ENODATA;
-  return PASS_ON(fi_getinfo)(version, node, service, flags, hints, found);
-}
-
-int fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **made, void *context) {
-  int failed = PASS_ON(fi_fabric)(attr, made, context);
-  if (failed) return failed;
-  fabric_ops = *(*made)->ops;
-  open_domain = fabric_ops.domain;
-  fabric_ops.domain = domain;
-  (*made)->ops = &fabric_ops;
-  return 0;
+static int change_info(struct fi_info* found) {
+  (void)found;
+  return hostile == UNOPENED ? -FI_ENODATA : 0;
 }

@@ -6,6 +6,7 @@ and other comms go on.
 
 from __future__ import annotations
 
+import re
 from ctypes import c_void_p
 from pathlib import Path
 
@@ -81,7 +82,13 @@ def meets(rank: int, size: int, folder: str, driver: str, hostile_library: str, 
 @pytest.mark.parametrize(
     ("what", "bytes_", "words"),
     [
-        (Hostile.LONGER, TWO_CHUNKS, "rank 0 broke the point-to-point protocol: it sent 32 bytes for memory of a GPU"),
+        # Before its accept or after, as the ranks' turns come.
+        (
+            Hostile.LONGER,
+            TWO_CHUNKS,
+            "rank 0 broke the point-to-point protocol: it sent "
+            "(32 bytes for memory of a GPU|values of a message that was not accepted)",
+        ),
         (
             Hostile.TWICE,
             TWO_CHUNKS,
@@ -100,4 +107,4 @@ def test_a_hostile_peer_fails_its_comm_alone(
     driver: str, hostile_library: str, what: Hostile, bytes_: int, words: str
 ) -> None:
     _, said = values(run_ranks(meets, 2, driver, hostile_library, what, bytes_, env=DIRECT, timeout_s=60))
-    assert words in said, said
+    assert re.search(words, said), said

@@ -79,7 +79,7 @@ class Mesh {
   // As Pipe's, of any pipe.
   bool has_unsent();
 
-  static constexpr std::int64_t kCancelNs = 100'000'000;
+  static constexpr std::int64_t kCancelNs = 1'000'000'000;
 
   // The place in the stream where sending to a peer stopped: it decides what may be sent next.
   enum class StreamPosition : std::uint8_t { between_messages, between_chunks, inside };
