@@ -238,7 +238,7 @@ void Comm::progress() {
 void Comm::fail(const std::string& why) {
   failure_ =
       (role_ == Role::sender ? "sending to " : "receiving from ") + peer_ + " (rank 0 sends, rank 1 receives): " + why;
-  lane_.mesh().cancel();
+  lane_.mesh().cancel(kCancelNs);
   release();  // NCCL may free the requests' memory when it learns of the failure
 }
 
@@ -341,7 +341,7 @@ void Comm::leave() {
     left.text = "it closed the connection";
     left.orderly = true;
     lane_.abort(left);
-    lane_.mesh().cancel();
+    lane_.mesh().cancel(kCancelNs);
     unposted_.clear();
   }
   for (Request& request : requests_) {

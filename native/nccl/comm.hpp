@@ -117,6 +117,9 @@ class Comm final : public Reconnectable {
   void release_memory();
 
  private:
+  // For the other end to end its writes: its adapter moves only while NCCL calls, or its thread has a core.
+  static constexpr std::int64_t kCancelNs = 1'000'000'000;
+
   struct Unposted {
     Request* request;
     std::byte* data;

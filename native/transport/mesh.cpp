@@ -64,8 +64,8 @@ std::vector<int> Mesh::made() const {
 
 bool Mesh::has_unsent() { return std::ranges::any_of(made_, &Pipe::has_unsent); }
 
-void Mesh::cancel() {
-  const std::int64_t deadline_ns = now_ns() + kCancelNs;
+void Mesh::cancel(std::int64_t most_ns) {
+  const std::int64_t deadline_ns = now_ns() + most_ns;
   std::vector<pollfd> fds;
   for (;;) {
     bool is_done = true;

@@ -28,7 +28,7 @@ with connect(*sys.argv[1:]) as orders:
         if what == "raise" and rank == 1:
             raise ValueError(f"no {value}")
         if what == "leave" and rank == 1:
-            print("rank 1 leaves")
+            print("rank 1 leaves", flush=True)
             os._exit(3)
         if what == "sleep":
             time.sleep(value)

@@ -69,14 +69,8 @@ FabricDatagrams::~FabricDatagrams() {
 }
 
 void FabricDatagrams::connect(Peer peer, std::span<const std::byte> name, std::uint64_t tag) {
-  if (name.empty() || name.size() > kMaxNameBytes) {
-    throw Error("an address of " + std::to_string(name.size()) + " bytes is none of " + provider());
-  }
-  // A provider reads as many bytes as its own names have, whatever the length of this one.
-  std::vector<std::byte> padded(kMaxNameBytes + 1);
-  std::copy(name.begin(), name.end(), padded.begin());
   PeerState& state = peers_[peer];
-  state.address = endpoint_->add(padded);
+  state.address = endpoint_->add(name);
   state.send_tag = tag;
   state.is_connected = true;
 }

@@ -16,9 +16,8 @@ Process = subprocess.Popen[str]
 FAILURE_GRACE_S = 2.0
 # From SIGTERM to SIGKILL.
 TERM_GRACE_S = 3.0
-# A process can leave a child that holds its output open; wait at most this long for its lines. Where many processes
-# share a core, the thread that reads them may not run for a second.
-DRAIN_S = 5.0
+# A process can leave a child that holds its output open; wait at most this long for its lines.
+DRAIN_S = 1.0
 _POLL_S = 0.02
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

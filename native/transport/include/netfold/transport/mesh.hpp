@@ -64,8 +64,9 @@ class Mesh {
   std::size_t bytes_in_flight(int peer) const { return is_made(peer) ? pipe(peer).bytes_in_flight() : 0; }
   Pipe::Scratch scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
   // The functions from here on concern the pipes that were made.
-  // Takes back posted memory and parts in flight of all pipes. Blocks up to kCancelNs, then closes by force.
-  void cancel();
+  static constexpr std::int64_t kCancelNs = 100'000'000;
+  // Takes back posted memory and parts in flight of all pipes. Blocks up to `most_ns`, then closes by force.
+  void cancel(std::int64_t most_ns = kCancelNs);
 
   // A TCP connection under a pipe; null where there is none of this number, or after close().
   ResumableSocket* rail(int peer, int number);
@@ -78,8 +79,6 @@ class Mesh {
   void wait_to_flush(std::vector<pollfd>& fds);
   // As Pipe's, of any pipe.
   bool has_unsent();
-
-  static constexpr std::int64_t kCancelNs = 1'000'000'000;
 
   // The place in the stream where sending to a peer stopped: it decides what may be sent next.
   enum class StreamPosition : std::uint8_t { between_messages, between_chunks, inside };

@@ -36,7 +36,6 @@ namespace netfold::transport::fabric {
 class FabricDatagrams final : public Datagrams {
  public:
   static constexpr std::size_t kMaxBufferBytes = 64 << 20;
-  static constexpr std::size_t kMaxNameBytes = 512;
 
   // Throws Error.
   // packet_bytes: of the longest packet; reduced to the provider's longest message.
