@@ -389,7 +389,7 @@ void Endpoint::connect_all(Connecting& connecting, int device, const Handle& han
   hello.rails = handle.streams;
   hello.listener = handle.listener;
   if (fabric_) {
-    hello.announces_always = handle.takes_gpus;
+    hello.announces_always = handle.takes_gpus != 0 ? 1 : 0;
     hello.rma_min_bytes =
         static_cast<std::uint32_t>(rma_min_bytes_of(fabric_->of(device)->rma_min_bytes(), handle.rma_min_bytes));
   }
