@@ -12,6 +12,8 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 
+import pytest
+
 
 def connections(spared: int = 0) -> list[int]:
     """Descriptors of this process's established TCP connections, without those to the port `spared`."""
@@ -51,6 +53,16 @@ def can_reset() -> bool:
         except OSError:
             return True
     return False
+
+
+WAYS = [
+    pytest.param(hang_up, id="hang_up"),
+    pytest.param(
+        reset,
+        id="reset",
+        marks=pytest.mark.skipif(not can_reset(), reason="ss -K needs root and a kernel with INET_DIAG_DESTROY"),
+    ),
+]
 
 
 @contextlib.contextmanager

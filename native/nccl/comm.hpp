@@ -5,7 +5,7 @@
 // A message from memory of a GPU is copied to the host first, and handed on once it is there; later messages of the comm
 // wait behind it. A message to memory of a GPU is copied there after it arrived (staging.hpp).
 //
-// Where the fabric's adapter reaches GPUs, it reads and writes their memory itself, and nothing is copied. A flush
+// A fabric's adapter that reaches GPUs reads and writes their memory itself, and nothing is copied. A flush
 // makes its writes visible before NCCL's kernel reads them.
 //
 // NCCL calls from one thread at a time. The endpoint's threads look for broken connections and make them again; a lock

@@ -19,7 +19,7 @@
 
 namespace netfold::nccl {
 
-// The links of a communicator's rank to the others. The endpoint watches them as long as this lives.
+// A rank's connections to the other ranks of a communicator. The endpoint watches them until `clear` or the destructor.
 class MemberLinks {
  public:
   MemberLinks() = default;
@@ -50,7 +50,7 @@ struct RankConnections {
   // The same bytes on every rank: those of rank 0. Each function blocks, and every rank calls it.
   // Throws std::runtime_error with the rank that did not answer until `deadline_ns`, or is gone.
   void broadcast(std::span<std::byte> bytes, std::int64_t deadline_ns);
-  // Rank 0 gets the bytes of all ranks, by rank; the others get nothing. At most kMostBytes each.
+  // Collects the bytes of all ranks at rank 0, by rank; other ranks get an empty vector. A rank sends kMostBytes at most.
   std::vector<std::vector<std::byte>> gather(std::vector<std::byte> own, std::int64_t deadline_ns);
   // Each rank gets its own of those that rank 0 has.
   std::vector<std::byte> scatter(std::span<const std::span<const std::byte>> of_ranks, std::int64_t deadline_ns);

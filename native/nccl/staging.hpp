@@ -89,7 +89,7 @@ class StagedMessage {
   }
 
  private:
-  static constexpr std::int64_t kCopyNs = 10'000'000'000;  // a copy takes less than a millisecond
+  static constexpr std::int64_t kCopyNs = 10'000'000'000;  // many times what a copy takes
 
   std::shared_ptr<Mirror> mirror_;
   std::uint64_t address_ = 0;

@@ -26,7 +26,7 @@ def fields(
     window_bytes: int = 1 << 20,
     tree: Any = None,
 ) -> dict[str, Any]:
-    """Of a request to the switch at `endpoint`."""
+    """Return the fields of a request to the switch at `endpoint`."""
     return {
         "endpoint": endpoint,
         "token_file": token_file,

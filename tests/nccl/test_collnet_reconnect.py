@@ -6,11 +6,12 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from breaking import breaking, can_reset, connections, hang_up, reset
+from breaking import WAYS, breaking, connections, hang_up
 from load import seconds
 from nccl.collnet_loader import CollNet, contribution, expected
 from nccl.loader import REMOTE_ERROR, WARN, NcclError
@@ -21,8 +22,6 @@ from ranks import private, run_ranks, running_switch, values
 from netfold import FileStore
 
 pytestmark = pytest.mark.native
-
-WAYS = {"hang_up": hang_up, "reset": reset}
 
 
 def port_of(endpoint: str) -> int:
@@ -58,23 +57,23 @@ def stream(plugin: CollNet, comm: object, rank: int, size: int, count: int, turn
             assert np.array_equal(into, expected(size, count, "float32", turn)), turn
 
 
-def sums_while_breaking(rank: int, size: int, folder: str, how: str, switch_port: int) -> tuple[int, int, list[str]]:
+def sums_while_breaking(
+    rank: int, size: int, folder: str, how: Callable[[int], None], switch_port: int
+) -> tuple[int, int, list[str]]:
     """Each rank breaks one of its connections to the others now and then."""
     plugin = CollNet()
     comm = comm_of_all(plugin, rank, size, folder)
     meet(folder, rank, size, "connected")
-    with breaking(WAYS[how], rank, 0.05, switch_port) as broken:
+    with breaking(how, rank, 0.05, switch_port) as broken:
         stream(plugin, comm, rank, size, 100_000, range(400))
     meet(folder, rank, size, "done")
     plugin.close(comm)
     return len(broken), made_again(plugin), warnings_of(plugin)
 
 
-@pytest.mark.parametrize("how", ["hang_up", "reset"])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("algorithm", ["in_network", "ring", "direct", "split"])
-def test_connections_that_break_cost_no_sum(how: str, algorithm: str) -> None:
-    if how == "reset" and not can_reset():
-        pytest.skip("no connection can be reset: ss -K needs root and a kernel with INET_DIAG_DESTROY")
+def test_connections_that_break_cost_no_sum(how: Callable[[int], None], algorithm: str) -> None:
     with running_switch() as switch:
         env = {**APART, "NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": f"all_reduce={algorithm}"}
         found = values(run_ranks(sums_while_breaking, 3, how, port_of(switch.endpoint), env=env, timeout_s=120))
@@ -94,7 +93,7 @@ def test_connections_that_break_are_made_again_with_the_security_of_the_first(tm
             "NETFOLD_ALGORITHM": "all_reduce=ring",
             "NETFOLD_SECURITY": "encrypt",
         }
-        found = values(run_ranks(sums_while_breaking, 3, "hang_up", port_of(address), env=env, timeout_s=120))
+        found = values(run_ranks(sums_while_breaking, 3, hang_up, port_of(address), env=env, timeout_s=120))
     assert sum(again for _, again, _ in found) > 3, found
     assert all(not said for _, _, said in found), found
 

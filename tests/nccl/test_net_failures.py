@@ -8,13 +8,14 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from ctypes import c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from breaking import breaking, can_reset, connections, hang_up, reset
+from breaking import WAYS, breaking, connections, hang_up
 from interceptor import Interceptor
 from load import seconds
 from nccl.loader import INVALID_USAGE, REMOTE_ERROR, SYSTEM_ERROR, WARN, NcclError, Plugin
@@ -45,10 +46,10 @@ def one_way(rank: int, folder: str) -> tuple[Plugin, c_void_p]:
     return plugin, plugin.accept(listener)
 
 
-def work_while_breaking(rank: int, size: int, folder: str, how: str) -> tuple[int, list[str]]:
+def work_while_breaking(rank: int, size: int, folder: str, how: Callable[[int], None]) -> tuple[int, list[str]]:
     plugin, comm = one_way(rank, folder)
     store = FileStore(folder)
-    with breaking({"hang_up": hang_up, "reset": reset}[how], rank, 0.07) as broken:
+    with breaking(how, rank, 0.07) as broken:
         for round_ in range(40):
             ours = pattern((1000, 120_000, 5 << 20)[round_ % 3], round_)
             if rank == 0:
@@ -64,11 +65,11 @@ def work_while_breaking(rank: int, size: int, folder: str, how: str) -> tuple[in
     return len(broken), [text for _, text in plugin.log]
 
 
-@pytest.mark.parametrize("how", ["hang_up", "reset"])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("security", "streams"), [("none", "1"), ("encrypt", "2")])
-def test_connections_that_break_are_made_again_and_no_byte_is_lost(how: str, security: str, streams: str) -> None:
-    if how == "reset" and not can_reset():
-        pytest.skip("no connection can be reset: ss -K needs root and a kernel with INET_DIAG_DESTROY")
+def test_connections_that_break_are_made_again_and_no_byte_is_lost(
+    how: Callable[[int], None], security: str, streams: str
+) -> None:
     env = {**APART, "NETFOLD_SECURITY": security, "NETFOLD_NCCL_STREAMS": streams}
     found = values(run_ranks(work_while_breaking, 2, how, env=env, timeout_s=120))
     assert sum(broken for broken, _ in found) > 5

@@ -39,8 +39,8 @@ struct SpareBlocks {
   }
 };
 
-// One piece costs the kernel 55 ns less than a message, whose pieces it takes apart: 1% of a small message's way through
-// TCP. So one piece goes by a plain call, and few bytes in one piece.
+// A plain call costs the kernel less than a message, whose pieces it takes apart. So one piece goes by a plain call, and
+// a few bytes go as one piece.
 ssize_t send_pieces(int fd, std::span<const iovec> pieces) {
   constexpr std::size_t kFewBytes = 256;
   constexpr int kFlags = MSG_NOSIGNAL | MSG_DONTWAIT;

@@ -61,7 +61,7 @@ struct Address {
 
   // `host` is a numeric address; names are resolved above this layer. Throws std::invalid_argument.
   static Address parse(const std::string& host, std::uint16_t port);
-  // Of a socket, and of its peer. Throw std::system_error.
+  // The address of a socket, and of its peer. Throw std::system_error.
   static Address local_of(int fd);
   static Address peer_of(int fd);
   std::uint16_t port() const;
