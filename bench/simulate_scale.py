@@ -30,12 +30,12 @@ import start_costs
 from network_model import Between, Dragonfly, FatTree, Latency, Network, between_two
 from start_simulation import Costs, Rendezvous, Result, StartUp, even_hosts, meet
 
-from netfold.bootstrap.open_files import files_needed
 from netfold.bootstrap.store import MAX_KEYS
 from netfold.bootstrap.tcp_store import MAX_BYTES, MAX_CONNECTIONS
 from netfold.bootstrap.tree import MAX_FRAME_BYTES
 from netfold.plan.packets import Fabric, all_reduce
 from netfold.switch_protocol.job_tree import MAX_JOB_WORKERS
+from netfold.switch_protocol.open_files import files_needed
 from netfold.tuning import DEFAULT_LINKS, Link, Links, Topology
 from netfold.tuning.cost import FORMULAS, Case, best_between, given_back_bytes_per_s
 

@@ -30,10 +30,10 @@ import msgpack
 import numpy as np
 
 from netfold._native import protocol
-from netfold.bootstrap.open_files import allow_open_files
 from netfold.communicator.switch_tree import PathToRoot, trees_of
 from netfold.switch.control_io import read
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.open_files import allow_open_files
 
 MOST_BELOW = protocol.MAX_WORKERS
 PAYLOAD = protocol.ETHERNET_PAYLOAD_BYTES

@@ -9,7 +9,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import load
 import pytest
 from absent import without
 
@@ -21,7 +20,14 @@ DISTRIBUTIONS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
 def ran(folder: Path, gone: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return load.run([sys.executable, *arguments], 120, env=without(folder, *gone.split(",")), cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=without(folder, *gone.split(",")),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 NOT_HERE = "not installed here: pip install 'netfold[{}]'".format

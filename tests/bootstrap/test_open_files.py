@@ -10,7 +10,7 @@ import socket
 import pytest
 from ranks import run_ranks, values
 
-from netfold.bootstrap.open_files import allow_open_files, files_needed
+from netfold.switch_protocol.open_files import allow_open_files, files_needed
 
 
 def test_a_group_forms_above_the_soft_limit() -> None:

@@ -17,6 +17,7 @@ from netfold import Communicator
 from netfold.bootstrap import tcp_store
 from netfold.bootstrap.store import MAX_KEYS, PrefixStore, get_first, set_all
 from netfold.communicator import RendezvousError, TcpStore
+from netfold.switch_protocol import control_messages
 
 pytestmark = pytest.mark.native
 
@@ -153,7 +154,7 @@ def test_a_full_store_and_a_malformed_request_end_only_their_connection(monkeypa
     first, second = pair(port)
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        client.settimeout(seconds(5))
+        client.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(10) == b""
     with pytest.raises(RendezvousError):
@@ -162,6 +163,72 @@ def test_a_full_store_and_a_malformed_request_end_only_their_connection(monkeypa
     assert first.get("small", 1) == b"1"
     second.close()
     first.close()
+
+
+PARTIAL = control_messages.encode({"type": "set", "values": {"key": bytes(60_000)}})[:-1]
+WAITS = {"type": "get", "keys": ["never"], "timeout_s": 100.0}
+GREEDY: dict[str, list[bytes]] = {
+    "counters of short names": [control_messages.encode({"type": "add", "key": str(n), "amount": 1}) for n in range(9)],
+    "values of short names": [control_messages.encode({"type": "set", "values": {str(n): b""}}) for n in range(9)],
+    "requests before the reply": [control_messages.encode(WAITS), control_messages.encode(WAITS)],
+    "two requests at once": [control_messages.encode({"type": "add", "key": "n", "amount": 1}) * 2],
+    "parts of requests": [PARTIAL],
+    "long requests that wait": [control_messages.encode({**WAITS, "keys": ["x" * 500] * 120})],
+    "a second hello": [control_messages.encode({"type": "hello", "job": "job"})],
+}
+
+
+@pytest.mark.parametrize("greedy", GREEDY)
+def test_a_client_that_takes_more_than_the_bounds_is_disconnected(monkeypatch: pytest.MonkeyPatch, greedy: str) -> None:
+    monkeypatch.setattr(tcp_store, "MAX_BYTES", 4 * tcp_store.ENTRY_BYTES)
+    monkeypatch.setattr(tcp_store, "MAX_PENDING_BYTES", 200_000)
+    server = tcp_store.TcpStoreServer("127.0.0.1", 0, "job")
+    with contextlib.ExitStack() as stack:
+
+        def is_served_after(requests: list[bytes]) -> bool:
+            stream = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), seconds(5)))
+            control_messages.send(stream, {"type": "hello", "job": "job"})
+            with contextlib.suppress(EOFError, ConnectionError):
+                assert control_messages.receive(stream)["type"] == "ok"
+                for request in requests:
+                    stream.sendall(request)
+                    stream.settimeout(0.1)
+                    with contextlib.suppress(TimeoutError):
+                        control_messages.receive(stream)
+                return True
+            return False
+
+        assert not all(is_served_after(GREEDY[greedy]) for _ in range(5))
+        assert server.pending_bytes <= tcp_store.MAX_PENDING_BYTES and server._bytes <= tcp_store.MAX_BYTES
+        assert is_served_after([]), "others are served"
+    server.close()
+    assert server.pending_bytes == 0
+
+
+def test_a_client_that_reads_no_reply_is_disconnected() -> None:
+    server = tcp_store.TcpStoreServer("127.0.0.1", 0, "job")
+    with socket.socket() as stream:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stream.settimeout(seconds(5))
+        stream.connect(("127.0.0.1", server.port))
+        control_messages.send(stream, {"type": "hello", "job": "job"})
+        assert control_messages.receive(stream)["type"] == "ok"
+        control_messages.send(stream, {"type": "set", "values": {"key": bytes(60_000)}})
+        assert control_messages.receive(stream)["type"] == "ok"
+        with pytest.raises(ConnectionError):  # it is disconnected long before as many replies wait
+            for _ in range(2000):
+                control_messages.send(stream, {"type": "get", "keys": ["key"], "timeout_s": 1.0})
+                time.sleep(0.001)
+    server.close()
+
+
+def test_a_long_hello_is_refused_before_it_is_whole() -> None:
+    server = tcp_store.TcpStoreServer("127.0.0.1", 0, "job")
+    with socket.create_connection(("127.0.0.1", server.port), seconds(5)) as stream:
+        stream.sendall(control_messages.encode({"type": "hello", "job": "x" * 60_000})[:-1])
+        with contextlib.suppress(ConnectionError):
+            assert stream.recv(1) == b""
+    server.close()
 
 
 def launched(rank: int, size: int, folder: str, port: int) -> list[float]:
@@ -200,7 +267,7 @@ def test_hundreds_of_ranks_may_connect_at_once() -> None:
         server._loop.call_soon_threadsafe(time.sleep, 1.5)  # it accepts none
         began = time.monotonic()
         for client in clients:
-            client.settimeout(seconds(1))
+            client.settimeout(1)
             client.connect(("127.0.0.1", server.port))
         assert time.monotonic() - began < 1.5, "a connection was tried again"
     finally:

@@ -75,20 +75,27 @@ def switch(data: bytes) -> None:
 
 def store(data: bytes) -> None:
     """Requests to rank 0's store behind a hello of its job: the connection ends in order, whatever comes."""
-    from netfold.bootstrap.tcp_store import TcpStoreServer, _Connection
+    from netfold.bootstrap.tcp_store import ENTRY_BYTES, TcpStoreServer, _Connection
     from netfold.switch_protocol import control_messages
 
     server = TcpStoreServer.__new__(TcpStoreServer)
     server.job, server.connections = "job", set()
-    server._bytes, server._values, server._counters, server._waiting = 0, {}, {}, {}
+    server._bytes, server.pending_bytes, server._values, server._counters, server._waiting = 0, 0, {}, {}, {}
+    transport = mock.Mock()
+    transport.get_write_buffer_size.return_value = 0
     connection = _Connection(server, _loop())
-    connection.connection_made(mock.Mock())
-    connection.data_received(control_messages.encode({"type": "hello", "job": "job"}) + data[:16384])
+    connection.connection_made(transport)
+    connection.data_received(control_messages.encode({"type": "hello", "job": "job"}))
+    left = data[:16384]
+    while left:  # a client sends one request at a time
+        end = 4 + int.from_bytes(left[:4], "big")
+        connection.data_received(left[:end])
+        left = left[end:]
     connection.connection_lost(None)
     assert not server.connections and not server._waiting, "the store keeps a connection that has ended"
-    assert server._bytes == sum(len(key) + len(value) for key, value in server._values.items()) + sum(
-        map(len, server._counters)
-    ), "the store's count of its bytes is wrong"
+    assert server.pending_bytes == 0, "the store counts bytes of a connection that has ended"
+    entries = [len(key) + len(value) for key, value in server._values.items()] + [*map(len, server._counters)]
+    assert server._bytes == sum(entries) + ENTRY_BYTES * len(entries), "the store's count of its bytes is wrong"
 
 
 def tokens(data: bytes) -> None:

@@ -19,9 +19,9 @@ from load import seconds
 from ranks import RunningSwitch, running_switch
 from test_admission import JOIN, serves
 
-from netfold.switch.acceptor import MAX_UNAUTHENTICATED
 from netfold.switch.tokens import MAX_TENANTS, Tokens
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED
 
 # Far above what the bounded number takes, and far below what an unbounded one would.
 MORE_BYTES = 48 << 20

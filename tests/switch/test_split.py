@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hosts import apart
-from load import seconds
 from ranks import run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
@@ -169,12 +168,12 @@ def test_a_lost_switch_costs_no_step_and_changes_no_measured_rate() -> None:
     with running_switch() as switch:
 
         def kill() -> None:
-            dies.wait(seconds(60))
+            dies.wait(60)
             switch.process.kill()
             switch.process.wait()
-            back.wait(seconds(60))
+            back.wait(60)
             with running_switch("--listen", f"127.0.0.1:{switch.address[1]}"):
-                ended.wait(seconds(60))
+                ended.wait(60)
 
         ended = threading.Event()
         thread = threading.Thread(target=kill)

@@ -2,7 +2,8 @@
 
 A thread with an asyncio loop accepts connections as long as a group is registered, and makes this process's own
 connections to other listeners (`Listener.run`). Every peer is authenticated before any other byte is read
-(handshake.py). Handshakes run side by side, each with its own timeout, so that an unauthenticated peer delays nobody.
+(handshake.py). Handshakes run side by side, each with its own timeout, so that an unauthenticated peer delays nobody;
+switch_protocol/acceptor.py bounds their number.
 The last _MAX_REMEMBERED groups that ended are remembered with the reason: a rank that asks for such a group gets the
 reason instead of a closed port.
 """
@@ -27,14 +28,14 @@ from netfold.bootstrap.handshake import Hello
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.acceptor import Acceptor, Peer
 from netfold.switch_protocol.control_messages import format_endpoint
 
 # How long an unauthenticated peer can keep a connection open. On a crowded host a rank takes seconds to reply.
 HANDSHAKE_TIMEOUT_S = 20.0
-_RETRY_S = 0.05
+_RETRY_S = 0.05  # between two searches for a free port
 _REFUSAL_S = 1.0
 _CANCEL_S = 0.05  # between two cancellations of a task, when the listener closes
-_MAX_CONNECTIONS = 4096  # more are closed at once
 # First connections that this process makes at once. More wait, and their time has not begun.
 _MAX_CONNECTING = 64
 _MAX_REMEMBERED = 256
@@ -151,10 +152,10 @@ class Listener:
         self.references = 0  # under _open_listeners_lock
         self._registered_groups: dict[tuple[bytes, int], RegisteredGroup] = {}
         self._remembered: OrderedDict[tuple[bytes, int], RegisteredGroup] = OrderedDict()
-        self._connections = 0
         self.connecting = asyncio.Semaphore(_MAX_CONNECTING)
         self._closed, self._close_lock = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
+        self._acceptor = Acceptor(self._receive, timeout_s=HANDSHAKE_TIMEOUT_S)
         self._thread = threading.Thread(target=self._run, name="netfold listener", daemon=True)
         self._thread.start()
 
@@ -218,9 +219,9 @@ class Listener:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(self._serve(listener)) for listener in self._sockets]
+        for listener in self._sockets:
+            self._loop.call_soon(self._acceptor.start, listener)
         self._loop.run_forever()
-        del tasks
         # Repeatedly: before Python 3.12 a wait_for that ends at that moment loses the cancellation.
         while pending := asyncio.all_tasks(self._loop):
             for task in pending:
@@ -229,24 +230,8 @@ class Listener:
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
-    async def _serve(self, listener: socket.socket) -> None:
-        tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
-        while True:
-            try:
-                stream, _ = await self._loop.sock_accept(listener)
-            except OSError:  # out of descriptors: peers wait until some are free
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if self._connections >= _MAX_CONNECTIONS:
-                stream.close()
-                continue
-            self._connections += 1
-            task = self._loop.create_task(self._receive(stream))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    async def _receive(self, stream: socket.socket) -> None:
-        kept = False
+    async def _receive(self, connecting: Peer) -> None:
+        stream, kept = connecting.stream, False
         receiver: Receiver | None = None  # that has admitted this connection
         key: ConnectionKey = (-1, 0, 0)
 
@@ -261,15 +246,11 @@ class Listener:
             receiver = registered_group.receiver
             return True
 
-        task = asyncio.current_task()
-        assert task is not None
-        limit = self._loop.call_later(HANDSHAKE_TIMEOUT_S, task.cancel)  # cheaper than wait_for
         try:
-            stream.setblocking(False)
             accepted = await handshake.accept(stream, self._secret_of, admits)
-            limit.cancel()
             if accepted is None:
                 return
+            connecting.authenticated()
             hello, session = accepted
             stream = secure_stream(stream, session)
             registered_group = self._find(hello)
@@ -298,8 +279,6 @@ class Listener:
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control_messages.ProtocolError):
             pass  # an unauthenticated peer, or a rank that gave up and may come again
         finally:
-            limit.cancel()
-            self._connections -= 1
             if not kept:
                 stream.close()
                 if receiver is not None:

@@ -3,12 +3,13 @@
 Like torch's TCPStore it is plaintext and authenticates nobody: it protects the job's secret only from hosts that cannot
 reach the port. (The standard library's managers unpickle what unauthenticated peers send; key-value stores on PyPI need
 a server of their own.) Requests and replies are bounded messages of `netfold.switch_protocol.control_messages`.
+Whatever clients send, the store takes at most MAX_BYTES for values, and MAX_PENDING_BYTES for requests and replies.
 
     client -> server   hello  job             is this the store of my job?
                        set    key, value
                        get    key, timeout_s  waits at the server
                        add    key, amount
-    server -> client   ok     value           a get's value, an add's new total
+    server -> client   ok     value           a get's value, an add's new total; the next request may follow
                        no     reason          then the connection ends, except after a get that timed out
 """
 
@@ -25,23 +26,29 @@ from typing import Any
 
 from netfold.bootstrap.addresses import encoded
 from netfold.bootstrap.launchers import Placement
-from netfold.bootstrap.open_files import allow_open_files
 from netfold.bootstrap.store import MAX_KEYS, MAX_REQUEST_BYTES
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED, Acceptor, Peer
+from netfold.switch_protocol.open_files import allow_open_files
 
 # How many ports are tried from the given one on: another program, often torch's store, may use the first.
 PORTS = 8
 # Connections of one store: one a rank, and one more for each concurrent request. More are closed.
 MAX_CONNECTIONS = 8192
-# All values together. An address and a job's description are below 1 KB per rank.
+# All keys and values together. An address and a job's description are below 1 KB per rank.
 MAX_BYTES = 64 << 20
+# What Python takes for a key and its value beside their bytes, about.
+ENTRY_BYTES = 256
+# Incomplete requests, waiting gets and unsent replies of all clients together. One more ends its connection.
+MAX_PENDING_BYTES = 32 << 20
 # Bound of a counter's absolute value: what control messages can carry.
 MAX_COUNT = 1 << 62
 # The job of a store of `netfold store`, which serves one run of one job and outlives its ranks.
 OUTLIVING = "netfold store"
 _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 2.0
+_MAX_HELLO_BYTES = 4096
 # The server replies to a get at its timeout; the client waits so much longer.
 _GRACE_S = 5.0
 _NOT_SET = {"type": "no", "reason": "not set in time"}
@@ -85,9 +92,10 @@ class TcpStoreServer:
         self._values: dict[str, bytes] = {}
         self._counters: dict[str, int] = {}
         self._bytes = 0
+        self.pending_bytes = 0
         self._waiting: dict[str, set[_Connection]] = {}
         self._closed, self._close_lock = False, threading.Lock()
-        allow_open_files(MAX_CONNECTIONS)
+        allow_open_files(MAX_CONNECTIONS + MAX_UNAUTHENTICATED)
         # A name may resolve to loopback on this host and to a network address elsewhere: then listen on all addresses.
         bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
         self._listener, self.port = _listen(bind_to, port, variable)
@@ -105,21 +113,28 @@ class TcpStoreServer:
         self._thread.join()
 
     def _run(self) -> None:
-        # Out of descriptors: clients wait until some are free.
-        self._loop.set_exception_handler(lambda _, __: None)
         self._loop.run_until_complete(self._serve())
         self._loop.close()
 
     async def _serve(self) -> None:
-        # Without it, asyncio makes the queue short. A rank that finds it full tries again after a second.
-        server = await self._loop.create_server(
-            lambda: _Connection(self, self._loop), sock=self._listener, backlog=MAX_CONNECTIONS
-        )
+        acceptor = Acceptor(self._greet, timeout_s=_HELLO_TIMEOUT_S)
+        acceptor.start(self._listener)
         await self._is_over.wait()
-        server.close()
+        await acceptor.stop()
+        self._listener.close()
         for connection in list(self.connections):
             connection.close()
         await asyncio.sleep(0)
+
+    async def _greet(self, peer: Peer) -> None:
+        """Serve a peer until it has said which job it is of; then the connection serves itself."""
+        connection = _Connection(self, self._loop)
+        await self._loop.connect_accepted_socket(lambda: connection, peer.stream)
+        try:
+            await connection.greeted
+        except asyncio.CancelledError:
+            connection.close()
+            raise
 
     def reply(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """The reply; None for a `get` whose first key is not set. Raises as a malformed request makes it."""
@@ -128,7 +143,8 @@ class TcpStoreServer:
             if not isinstance(values, dict) or not all(isinstance(value, bytes) for value in values.values()):
                 raise ValueError("a value is bytes")
             for key, value in values.items():
-                self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
+                before = len(self._values[key]) if key in self._values else -len(key) - ENTRY_BYTES
+                self._grow(len(value) - before)
                 self._values[key] = value
             for key in values:
                 for connection in self._waiting.pop(key, ()):
@@ -138,7 +154,7 @@ class TcpStoreServer:
             key, amount = str(request["key"]), request["amount"]
             if not isinstance(amount, int) or abs(total := self._counters.get(key, 0) + amount) > MAX_COUNT:
                 raise ValueError("an amount is a whole number, and a counter bounded")
-            self._grow(0 if key in self._counters else len(key))
+            self._grow(0 if key in self._counters else len(key) + ENTRY_BYTES)
             self._counters[key] = total
             return {"type": "ok", "value": total}
         if request["type"] == "get":
@@ -181,50 +197,69 @@ class TcpStoreServer:
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection, for one request at a time."""
+    """A client's connection, for one request at a time: a client that does not await its reply is disconnected."""
 
     def __init__(self, server: TcpStoreServer, loop: asyncio.AbstractEventLoop) -> None:
         self._server, self._loop = server, loop
+        self.greeted: asyncio.Future[None] = loop.create_future()  # done once the job is known, or at the end
         self._transport: Any = None
         self._received = bytearray()
+        self._pending_bytes = 0  # in this connection's buffers
         self._knows_job = False
         self._get: dict[str, Any] | None = None  # that waits for its first key
-        self._timer: asyncio.TimerHandle | None = None  # of the hello, or of that get
+        self._timer: asyncio.TimerHandle | None = None  # of that get
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         if len(self._server.connections) >= MAX_CONNECTIONS:
             return self.close()
         self._server.connections.add(self)
-        # How long an unauthenticated peer that sends nothing occupies a connection.
-        self._timer = self._loop.call_later(_HELLO_TIMEOUT_S, self.close)
 
     def connection_lost(self, _: Exception | None) -> None:
         self._server.connections.discard(self)
         self._stop_waiting()
+        self._received.clear()
+        self._server.pending_bytes -= self._pending_bytes
+        self._pending_bytes = 0
+        if not self.greeted.done():
+            self.greeted.set_result(None)
 
     def close(self) -> None:
         self._server.connections.discard(self)
-        self._transport.close()
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._received += data
+        size_bytes = len(self._received)
         try:
-            while self._timer is None or not self._knows_job:
-                message = control_messages.take(self._received)
-                if message is None:
-                    return
+            if self._get is not None or self._transport.get_write_buffer_size() > 0:
+                raise ValueError("a request before the reply to the last one")
+            message = control_messages.take(self._received)
+            if message is not None:
+                if self._received:
+                    raise ValueError("two requests at once")
                 self._handle(message)
+            elif not self._knows_job and size_bytes > _MAX_HELLO_BYTES:
+                raise ValueError("a long hello")
+            self._count_pending(0 if message is not None and self._get is None else size_bytes)
         except (ValueError, KeyError, TypeError):
             self.close()  # not a client of this store
 
+    def _count_pending(self, received_bytes: int) -> None:
+        """Count what this connection has received and not answered, and what it has not sent; close it at the bound."""
+        now_bytes = received_bytes + self._transport.get_write_buffer_size()
+        self._server.pending_bytes += now_bytes - self._pending_bytes
+        self._pending_bytes = now_bytes
+        if now_bytes > 0 and self._server.pending_bytes > MAX_PENDING_BYTES:
+            self.close()
+
     def _handle(self, message: dict[str, Any]) -> None:
         if not self._knows_job:
-            self._stop_waiting()
             if message["type"] != "hello" or message.get("job") != self._server.job:
                 self._send({"type": "no", "reason": "this is the store of another job"})
                 raise ValueError("no client of this job")
             self._knows_job = True
+            self.greeted.set_result(None)
             return self._send({"type": "ok", "value": None})
         reply = self._server.reply(message)
         if reply is None and message["timeout_s"] > 0:
@@ -239,7 +274,7 @@ class _Connection(asyncio.Protocol):
         self._stop_waiting()
         assert message is not None
         self._send(self._server.reply(message) or _NOT_SET)
-        self.data_received(b"")
+        self._count_pending(0)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

@@ -206,7 +206,7 @@ def switch(
             each.cancel()
         await daemon.stop(reason)
         if web is not None:
-            web.stop()
+            await web.stop()
         event(logging.INFO, "stopped", f"stopped by {reason}", signal=reason)
 
     async def bind(starting: Awaitable[str], where: str) -> str:

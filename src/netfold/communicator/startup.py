@@ -20,7 +20,6 @@ from netfold._native import engine
 from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import interface_of
 from netfold.bootstrap.listener import RegisteredGroup, release_listener
-from netfold.bootstrap.open_files import allow_open_files, files_needed
 from netfold.bootstrap.probe import TableChoice
 from netfold.bootstrap.rendezvous import Job, PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
@@ -32,6 +31,7 @@ from netfold.communicator.switch_tree import check_size
 from netfold.errors import SwitchError
 from netfold.options import SECURITIES, Options
 from netfold.switch_protocol.control_client import SwitchAccess
+from netfold.switch_protocol.open_files import allow_open_files, files_needed
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
 from netfold.tuning.cost import BY_SWITCH
 

@@ -1,7 +1,7 @@
 """The aggregator daemon: admission, memory grants, and the lifecycle of jobs.
 
   daemon           Switch: start, drain, stop, status
-  acceptor         connections until they are authenticated
+  acceptor         its two ports: connections until they are authenticated
   control_session  one connection: a worker, or a peer that requests `path` or `quota`
   admission        which worker may join which job
   job_lifecycle    a job from its assembly to its end

@@ -20,6 +20,7 @@ from netfold.switch.bmv2 import Bmv2
 from netfold.switch.certificate import server_context
 from netfold.switch.control_session import ControlSessions
 from netfold.switch.fabrics import Fabrics
+from netfold.switch.http import MAX_READERS
 from netfold.switch.job_lifecycle import JobLifecycle
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.log import event
@@ -29,8 +30,14 @@ from netfold.switch.quota import Limits
 from netfold.switch.root_path import RootPath
 from netfold.switch.tokens import Tokens
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED
 from netfold.switch_protocol.data_path import ReceiveBuffer
+from netfold.switch_protocol.open_files import allow_open_files
 
+# From connecting to a join that was admitted.
+AUTHENTICATION_TIMEOUT_S = 10.0
+# Open files beside connections and ports: the log, the loop, the data planes, fabrics.
+_FILES = 256
 # A draining switch checks at this interval whether its jobs have ended.
 _DRAIN_POLL_S = 0.1
 
@@ -128,11 +135,23 @@ class Switch:
         self._sessions = ControlSessions(
             admission, self._ledger, self._jobs, self._root_path, self.buffer, (host, port), pipeline
         )
-        self._acceptor = Acceptor(host, port, context, self._sessions.serve)
+        self._acceptor = Acceptor(
+            host,
+            port,
+            context,
+            self._sessions.serve,
+            timeout_s=AUTHENTICATION_TIMEOUT_S,
+            limit=control_messages.MAX_MESSAGE_BYTES,
+            what="joined",
+        )
         self._started_s = time.monotonic()
 
     async def start(self) -> str:
         """Bind and listen; return what workers take as NETFOLD_SWITCH. Raises OSError where the port is unavailable."""
+        # A worker has a connection, and a job a data port and a connection to the parent. Of the peers that are not
+        # admitted, each may have a port on which it tests UDP.
+        limits = self._ledger.limits
+        allow_open_files(_FILES + 2 * MAX_UNAUTHENTICATED + MAX_READERS + limits.jobs * (limits.workers + 2))
         self._sessions.listens = self._acceptor.start()
         endpoint = control_messages.format_endpoint(*self._sessions.listens)
         self._log_buffer()

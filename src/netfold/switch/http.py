@@ -13,13 +13,15 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from netfold.switch.acceptor import Acceptor, Connection
 from netfold.switch.metrics import CONTENT_TYPE, exposition
 from netfold.switch_protocol import control_messages
 
-# A request is a line and some headers; a slower or larger request is disconnected.
+# From a connection to the end of its page, whatever its reader does; a slower reader is disconnected.
 REQUEST_S = 5.0
+# A request is a line and some headers; a larger request is disconnected.
 MAX_REQUEST_BYTES = 8192
-# Connections at once; one more is disconnected.
+# Connections at once. One more disconnects the oldest, so idle readers keep no health check out.
 MAX_READERS = 32
 
 
@@ -30,32 +32,29 @@ class HttpServer:
     """
 
     def __init__(self, host: str, port: int, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        self._host, self._port, self._status = host, port, status
-        self._server: asyncio.Server | None = None
-        self._readers = 0
+        self._status = status
+        # A reader never becomes authenticated: the bound and the time are those of unauthenticated peers.
+        self._acceptor = Acceptor(
+            host,
+            port,
+            None,
+            self._on_reader,
+            timeout_s=REQUEST_S,
+            limit=MAX_REQUEST_BYTES,
+            most=MAX_READERS,
+            what="had read a page of the metrics",
+        )
 
     async def start(self) -> str:
         """Bind and listen; return host:port. Raises OSError where the address is unavailable."""
-        self._server = await asyncio.start_server(self._on_reader, self._host, self._port, limit=MAX_REQUEST_BYTES)
-        bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
-        return control_messages.format_endpoint(bound[0], bound[1])
+        return control_messages.format_endpoint(*self._acceptor.start())
 
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+    async def stop(self) -> None:
+        await self._acceptor.stop()
 
-    async def _on_reader(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._readers += 1
-        try:
-            if self._readers <= MAX_READERS:
-                await asyncio.wait_for(self._serve(reader, writer), REQUEST_S)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, asyncio.TimeoutError):
-            pass
-        finally:
-            self._readers -= 1
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+    async def _on_reader(self, connection: Connection) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            await self._serve(connection.reader, connection.writer)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1").split(" ")

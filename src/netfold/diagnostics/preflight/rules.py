@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from netfold.bootstrap.open_files import files_needed
 from netfold.diagnostics.preflight.facts import Facts
 from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.links import PairLink
 from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
 from netfold.switch_protocol.data_path import ReceiveBuffer
+from netfold.switch_protocol.open_files import files_needed
 
 # Shared memory of each rank: slots and doorbells, and DDP's buckets, which may move there.
 _SHM_A_RANK = 64 << 20

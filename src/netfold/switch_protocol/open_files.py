@@ -1,4 +1,4 @@
-"""The number of files that a rank may have open: up to some connections for each other rank that it talks to."""
+"""The number of files that a rank or a switch may have open: a rank has up to some connections for each other rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import os
 import resource
 
+from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED
+
 # Of one group, beside what the process has open already; a rank with switches or rails needs more of the reserve.
-_RESERVE, _A_RANK = 256, 6
+_RESERVE, _A_RANK = 256 + MAX_UNAUTHENTICATED, 6
 
 
 def files_needed(ranks: int) -> int:
