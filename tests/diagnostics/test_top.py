@@ -25,7 +25,7 @@ from rich.console import Console
 from netfold import Communicator, FileStore
 from netfold.diagnostics.sampler import RankRates, Sampler, Slowest, Snapshot, _Group, _Member, ranks_behind
 from netfold.diagnostics.status_segment import find_ranks
-from netfold.diagnostics.top import View
+from netfold.diagnostics.top import View, jobs
 
 MS = 1_000_000
 MB = 1 << 20
@@ -106,16 +106,33 @@ def shown(one: Snapshot, width: int) -> str:
 
 def test_a_frame_has_rates_shares_and_waiting_ranks() -> None:
     lines = shown(picture(), 200).splitlines()
+    assert lines[0].split(":")[0] == "job of process 1000"
+    lines = lines[1:]
     assert lines[2].split()[:10] == ["0", "1000", "49.6", "52.1", "M", "104", "M", "3", "82%", "~12%"]
     assert "in all_reduce of 4000 bytes f32 (sum) by ring #5 for 2.0 s; waits for rank 2" in lines[2]
     assert "slowest: rank 2, 20 of 25 times; others waited and it had not called" in lines[5]
 
 
+def test_groups_stand_under_their_job_and_jobs_in_the_order_of_their_processes() -> None:
+    """Processes 10 and 11 share a group, 11 and 12 another one; 20 is a job of its own, with a lower hash."""
+
+    def group(name: str, number: int, *processes: int) -> Snapshot:
+        lines = tuple(
+            RankRates(replace(rank(at), pid=pid, group=number, job=name), False, 0, 0, 0, 0, 0, None)
+            for at, pid in enumerate(processes)
+        )
+        return Snapshot(name, len(processes), 1.0, lines, (), None)
+
+    found = jobs([group("a", 1, 20), group("b", 7, 11, 12), group("c", 3, 10, 11), group("d", 2, 11, 10)])
+    assert [[snapshot.job for snapshot in job] for job in found] == [["d", "c", "b"], ["a"]]
+
+
 @pytest.mark.parametrize("width", [25, 30, 40, 60, 80, 100])
 def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers(width: int) -> None:
     text = shown(picture(absent=(1, 5)), width)
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert "…" not in text
+    title, *rest = text.splitlines()
+    assert max(len(line.rstrip()) for line in (title, *rest)) <= width
+    assert "…" not in "".join(rest)
     words = " ".join(text.split())
     for said in ("49.6", "~12%", "rank 0 in all_reduce", "not seen: ranks 1, 5, on other hosts"):
         assert said in words, text
@@ -265,6 +282,7 @@ def test_the_command_shows_one_frame_or_reports_that_no_job_runs(tmp_path: Path)
             text=True,
         )
         assert watching.stdout is not None
+        assert watching.stdout.readline().startswith(f"job of process {pid}: ")
         assert "group of 2" in watching.stdout.readline()
         (tmp_path / "enough").touch()
         assert watching.stdout.read().endswith("the job has ended\n")

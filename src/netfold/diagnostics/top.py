@@ -26,8 +26,27 @@ class View:
         self._now_ns = now_ns
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for snapshot in self._snapshots:
-            yield _render(snapshot, options.max_width, self._now_ns)
+        for job in jobs(self._snapshots):
+            first = job[0].lines[0].rank
+            title = f"job of process {first.pid}: {first.command}"
+            yield Text(title, style="bold", no_wrap=True, overflow="ellipsis")
+            for snapshot in job:
+                yield _render(snapshot, options.max_width, self._now_ns)
+
+
+def jobs(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
+    """Put the groups of one job together: those that share a process, directly or by other groups.
+
+    The job of the lowest process number is first, and in each job the group of the lowest one.
+    """
+    found: list[tuple[set[int], list[Snapshot]]] = []
+    for snapshot in sorted(snapshots, key=lambda each: min((line.rank.pid, line.rank.group) for line in each.lines)):
+        processes = {line.rank.pid for line in snapshot.lines}
+        shared = [job for job in found if job[0] & processes]
+        found = [job for job in found if job not in shared]
+        members = [member for job in shared for member in job[1]]
+        found.append((processes.union(*(job[0] for job in shared)), [*members, snapshot]))
+    return [members for _, members in sorted(found, key=lambda job: min(job[0]))]
 
 
 def _render(snapshot: Snapshot, width: int, now_ns: int) -> RenderableType:
