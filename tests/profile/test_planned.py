@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from traces import MB, PROFILER, Op, Trace, make_run, make_trace, write_run
+from traces import MB, OPERATIONS, PROFILER, Op, Trace, make_run, make_trace, write_run
 from typer.testing import CliRunner
 
 from netfold.cli import app
@@ -120,6 +120,19 @@ def test_a_profile_without_training_is_refused_with_a_reason(more: dict[str, int
     with pytest.raises(ValueError, match=reason) as error:
         read_profile(folder)
     assert str(folder) in str(error.value)
+
+
+def test_a_profile_of_sharded_weights_is_refused_and_none_of_its_gathers_is_dropped(tmp_path: Path) -> None:
+    """A small all_reduce, of a norm, stands beside gathers of all weights in each step."""
+    traces = []
+    for rank in range(RANKS):
+        trace = trained(rank)
+        trace.operations["operation"][1::3] = OPERATIONS.index("all_gather")
+        trace.operations["operation"][2::3] = OPERATIONS.index("reduce_scatter")
+        trace.operations["bytes"][::3] = 4
+        traces.append(trace)
+    with pytest.raises(ValueError, match=r"its weights are sharded \(FSDP, ZeRO\), and only data-parallel training"):
+        read_profile(write_run(make_run(*traces), tmp_path / "RUN"))
 
 
 def test_missing_ranks_are_reported(tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ def read_profile(folder: Path) -> ProfiledJob:
             f"{folder}: {len(cycles)} of its steps follow an equal step, and a median needs at least {_LEAST_STEPS}; "
             "record a longer run"
         )
+    first = columns[0]
+    sharded = float(first.bytes[np.isin(first.operation, ("all_gather", "reduce_scatter"))].sum())
+    if sharded > float(first.bytes[first.operation == "all_reduce"].sum()):
+        raise ValueError(
+            f"{folder}: {units.size(sharded)} of all_gather and reduce_scatter beside fewer bytes of all_reduce: its "
+            "weights are sharded (FSDP, ZeRO), and only data-parallel training can be planned from a profile; give the "
+            "model by its dimensions, with --zero 3"
+        )
     ready = np.median(np.array([each.ready_s for each in cycles]), axis=0)
     computed, update, wall, exposed, others = (
         float(np.median([getattr(each, name) for each in cycles]))
