@@ -49,7 +49,7 @@ def _of(more: dict) -> dict:
 
 
 def advice_of(run: Run) -> list[Advice]:
-    return advise(run, analyse(run))
+    return advise(run, analyse(run)).advice
 
 
 def predictions(run: Run) -> list[str]:
@@ -97,7 +97,9 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
     run = run_of([MB] * 5 + [16 * MB] * 5)
     findings = analyse(run, [8 * MB, 16 * MB])
     (switch, narrow) = [
-        each.text for each in advise(run, findings) if each.prediction and each.text.startswith("all_reduce of 8 MB")
+        each.text
+        for each in advise(run, findings).advice
+        if each.prediction and each.text.startswith("all_reduce of 8 MB")
     ]
     assert switch.startswith(
         "all_reduce of 8 MB to 16 MB through a switch with a port per host (NETFOLD_SWITCH): 859 ms per rank in place "
@@ -130,7 +132,7 @@ def test_a_setting_in_use_is_not_advised() -> None:
 
 def declined(run: Run) -> str:
     assert predictions(run) == []
-    (text,) = [each.text for each in advice_of(run) if "not predicted" in each.text]
+    (text,) = [text for text in advise(run, analyse(run)).coverage_gaps if "not predicted" in text]
     return text.split(": ", 1)[1]
 
 
@@ -187,8 +189,8 @@ def test_a_straggler_is_named_with_what_it_cost() -> None:
     ops = [Op(20 * at, 20 * at + 10) for at in range(10)]
     late = [replace(op, started_ms=op.started_ms + 4) for op in ops]
     run = make_run(*(make_trace(rank, 4, late if rank == 2 else ops, host="a") for rank in range(4)))
-    said = advice_of(run)[1]
-    assert said.text.startswith("rank 2 (a) was last in 100% of 10 operations; each other rank waited 40 ms for it")
+    said = advice_of(run)[0]
+    assert said.text.startswith("rank 2 (a) was last in 100% of 10 operations; other ranks waited 40 ms for it")
     assert not said.prediction
     in_turn = [
         make_trace(rank, 4, [late[at] if at % 4 == rank else op for at, op in enumerate(ops[:8])], host="a")
@@ -218,7 +220,7 @@ def test_many_small_messages_are_compared_with_one_fused_message() -> None:
     assert "20.5 ms per step in place of 31.9 ms by ring" in text
 
 
-def test_small_messages_without_a_link_are_an_observation() -> None:
+def test_small_messages_without_a_link_are_advice_without_a_prediction() -> None:
     run = small_messages(10)
     blind = make_run(
         *(
@@ -234,10 +236,8 @@ def one(*ops: Op, source: str = "event records") -> list[str]:
     return [each.text for each in advice_of(make_run(make_trace(0, 1, ops, source=source)))]
 
 
-def test_advice_on_queueing_losses_and_registrations_has_their_numbers() -> None:
-    """10 ms in the queue beside 20 ms of work; 30 packets of 1500 bytes are 0.45% of 10 MB."""
-    queued = one(Op(0, 10), Op(10, 20, queued_ms=0))
-    assert any("waited 10 ms per rank behind other operations" in text and "took 20 ms" in text for text in queued)
+def test_advice_on_losses_and_registrations_has_their_numbers() -> None:
+    """30 packets of 1500 bytes are 0.45% of 10 MB."""
     lost = one(Op(0, 10, wire_bytes=10_000_000, retransmissions=30))
     assert any("sent 30 packets per rank again, 0.45% of all" in text for text in lost)
     missed = one(Op(0, 10, registration=(60, 20)))
@@ -245,28 +245,14 @@ def test_advice_on_queueing_losses_and_registrations_has_their_numbers() -> None
 
 
 def test_effects_below_the_thresholds_give_no_advice() -> None:
-    """10% in the queue; 0.06% lost; 5 misses of 100."""
-    texts = one(Op(0, 10), Op(10, 20, queued_ms=8, wire_bytes=10_000_000, retransmissions=4, registration=(95, 5)))
-    assert not any(word in text for text in texts for word in ("behind other", "again", "registered"))
+    """0.06% lost; 5 misses of 100."""
+    assert one(Op(0, 10), Op(10, 20, wire_bytes=10_000_000, retransmissions=4, registration=(95, 5))) == []
 
 
-def test_the_first_sentence_says_where_the_time_goes() -> None:
-    """30 of 40 ms, all of them without computing; of the broadcast's 10 half is hidden: 30 of 35 ms exposed are 86%."""
-    run = make_run(
-        make_trace(
-            0,
-            1,
-            [Op(0, 30, 32 * MB), Op(30, 40, operation="broadcast")],
-            progress_ms=[(0, 0), (30, 0), (40, 5)],
-        )
-    )
-    assert advice_of(run)[0].text == (
-        "75% of the operations' time (30 ms per rank) is all_reduce of 16 MB to 32 MB; 30 ms of it is exposed, 86% of "
-        "all that computing does not hide"
-    )
-    bare = make_run(make_trace(0, 1, [Op(0, 30, 32 * MB)], source=PROFILER))
-    assert advice_of(bare)[0].text == "100% of the operations' time (30 ms per rank) is all_reduce of 16 MB to 32 MB"
-    assert advice_of(make_run(make_trace(0, 1))) == []
+def test_advice_is_something_to_do_and_observations_stay_in_the_tables() -> None:
+    """10 ms in a queue beside 20 ms of work, and all of the time in one row: nothing to change follows from either."""
+    assert one(Op(0, 10), Op(10, 20, queued_ms=0)) == []
+    assert one(Op(0, 30, 32 * MB), source=PROFILER) == one() == []
 
 
 def test_small_messages_of_a_busy_host_do_not_keep_the_link_from_being_found() -> None:

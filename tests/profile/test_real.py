@@ -79,7 +79,8 @@ def test_real_records_give_clock_bounds_stragglers_and_a_link(transport: str) ->
     for each, truth in zip(findings.clocks, clocks, strict=True):
         assert each.bound_ns is not None and each.bound_ns < 1e9
         assert abs(each.offset_ns + truth) <= each.bound_ns + 1
-    assert not [text for text in findings.coverage_gaps if "clock" in text or "records" in text], findings.coverage_gaps
+    gaps = [text for text in findings.coverage_gaps if "within the error of the hosts' clocks" not in text]
+    assert not [text for text in gaps if "clock" in text or "records" in text], gaps
 
     # The true start of each synchronising operation by rank, on one clock, and the largest error of a wait.
     records = [np.sort(records_of(raw), order="sequence") for raw, _ in found]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from traces import Op, Trace, make_run, make_trace
 
+from netfold.profile.analyse import analyse
 from netfold.profile.clock_sync import synchronise_clocks
 from netfold.profile.columns import columns_of
 from netfold.profile.matching import match
@@ -75,3 +76,29 @@ def test_without_a_clock_bound_ranks_are_not_compared() -> None:
     )
     assert [each.operations for each in found.ranks] == [0, 0]
     assert np.isnan(found.skew_s[0]).all()
+
+
+def test_ranks_of_its_host_show_a_rank_whose_lateness_is_within_the_error_of_the_clocks() -> None:
+    """8 hosts of 8 ranks. Rank 3 begins 1 ms after all others, every time, and all end 0.1 ms after it. By that, the
+    clock of its host is known to no more than 0.6 ms either way."""
+    count = 50
+    traces = [
+        make_trace(
+            rank,
+            64,
+            [Op(10 * call + (rank == 3), 10 * call + 1.1) for call in range(count)],
+            host=f"node-{rank // 8}",
+            clock_ms=1000 * (rank // 8),
+        )
+        for rank in range(64)
+    ]
+    found = waits(*traces)
+    late = found.ranks[3]
+    assert (late.last, late.last_of_host, late.delays) == (0, count, count)
+    assert late.host_waited_s == late.delay_s == pytest.approx(count * MS)
+    assert late.waiting_ranks == "other ranks of its host"
+    assert sum(each.delays for each in found.ranks) == count, "another rank is blamed"
+    assert (found.operations, found.unnamed) == (count, count)
+    assert found.error_s == pytest.approx(0.6 * MS, rel=0.1)
+    (gap,) = [text for text in analyse(make_run(*traces)).coverage_gaps if "clocks" in text]
+    assert gap.startswith("in 50 of 50 operations the last ranks of two hosts began within the error")

@@ -132,7 +132,8 @@ def test_gaps_are_reported() -> None:
     assert any("the training thread of rank 0 was not watched" in text for text in said)
     part = make_trace(0, 1, [Op(0, 10)], progress_ms=[(5, 0), (10, 5)])
     assert any("not watched during 50% of its communication" in text for text in analyse(make_run(part)).coverage_gaps)
-    assert analyse(training()).coverage_gaps == []
+    (within,) = analyse(training()).coverage_gaps
+    assert within.startswith("in 120 of 120 operations the last ranks of two hosts began within the error")
 
 
 def test_a_run_without_an_operation_has_no_rows() -> None:

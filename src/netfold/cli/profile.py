@@ -12,6 +12,12 @@ app = typer.Typer(help="Show where a training job spends its time on the network
 
 _Run = Annotated[Path, typer.Argument(help="The folder that `netfold profile run` wrote.")]
 _Buckets = Annotated[str, typer.Option(help="Upper bounds of the size buckets; K, M, G are 2^10, 2^20, 2^30.")]
+_Steps = Annotated[
+    str,
+    typer.Option(
+        help="Count these steps alone, as 10..200; all: also what is outside of steps.", show_default="every step"
+    ),
+]
 _BUCKETS = "128K,16M,32M,64M"
 
 
@@ -42,13 +48,11 @@ def run(
 
 @app.command()
 @with_output("json", "csv", "html")
-def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
+def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS, steps: _Steps = "") -> None:
     """Report operations by kind and size, hidden communication, stragglers and advice.
 
     Without --output and -o: prints a table and writes the page RUN/report.html.
     """
-    from dataclasses import replace
-
     from netfold.plan.advice import advise
     from netfold.profile.analyse import analyse
     from netfold.profile.export import as_csv, as_json
@@ -56,11 +60,11 @@ def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
     from netfold.profile.page import render_page
     from netfold.profile.run import read_run
     from netfold.profile.table import render_table
+    from netfold.profile.window import in_steps
 
     with exit_on("profile report", ValueError):
-        found = read_run(run)
-        findings = analyse(found, _sizes(buckets))
-    findings = replace(findings, advice=advise(found, findings))
+        found = in_steps(read_run(run), steps)
+        findings = advise(found, analyse(found, _sizes(buckets)))
 
     def page() -> str:
         return render_page(findings, found, each_step=each_step(found))
@@ -74,15 +78,16 @@ def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
 
 @app.command()
 @with_output("json")
-def compare(a: _Run, b: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
+def compare(a: _Run, b: _Run, output: Output, buckets: _Buckets = _BUCKETS, steps: _Steps = "") -> None:
     """Show what became faster or SLOWER from run A to run B, by operation and size, and what is within the noise."""
     from netfold.profile.compare import compare as compare_runs
     from netfold.profile.export import comparison_as_json
     from netfold.profile.run import read_run
     from netfold.profile.table import render_comparison
+    from netfold.profile.window import in_steps
 
     with exit_on("profile compare", ValueError):
-        found = compare_runs(read_run(a), read_run(b), _sizes(buckets))
+        found = compare_runs(in_steps(read_run(a), steps), in_steps(read_run(b), steps), _sizes(buckets))
     output.show(render_comparison(found), json=lambda: comparison_as_json(found))
 
 

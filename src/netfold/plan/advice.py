@@ -17,7 +17,7 @@ import numpy as np
 from netfold import units
 from netfold.plan.profile_link import NO_LINE, SMALL_BYTES, Fitted, ObservedGroup, fit, observe_groups
 from netfold.profile.columns import Bools, Floats
-from netfold.profile.findings import MB, Advice, Findings, Row, Straggler, submissions_text
+from netfold.profile.findings import MB, Advice, Findings, Row, Straggler
 from netfold.profile.run import Run
 from netfold.tuning.cost import FORMULAS, predict
 
@@ -27,8 +27,6 @@ _WORTH_A_ROW = 0.05
 _WORTH_A_WAIT = 0.02
 # The least part of all such waiting in a job of two ranks, where one is always last.
 _MOSTLY = 0.75
-# The least part of a row's own time that it waited behind other operations.
-_WORTH_A_QUEUE = 0.25
 # The least part of an operation's time that another algorithm or format must save.
 _WORTH_A_CHANGE = 0.1
 # The least small messages per step, and the size to fuse them to (DDP's default bucket).
@@ -38,15 +36,15 @@ _WORTH_A_LOSS, _PACKET_BYTES = 0.001, 1500
 _WORTH_A_MISS, _LEAST_MISSES = 0.1, 10
 
 
-def advise(run: Run, findings: Findings) -> list[Advice]:
-    """findings: of `netfold.profile.analyse` for `run`. Advice on most of the time comes first."""
-    advice = [Advice(text) for text in [submissions_text(findings.submissions)] if text]
+def advise(run: Run, findings: Findings) -> Findings:
+    """Add advice to the findings of `netfold.profile.analyse` for `run`, and to their gaps what is not predicted.
+
+    Each sentence names something to change or to look at. What is only observed stands in the tables.
+    """
     rows = [row for row in findings.rows if not row.submitted_only]
     if not rows:
-        return advice
-    top = max(rows, key=_total_s)
-    advice.append(_where(top, findings))
-    advice += _stragglers(findings)
+        return findings
+    advice = list(_stragglers(findings))
     groups = observe_groups(run)
     links = [fit(each, SMALL_BYTES) for each in groups]
     known = [(each, link) for each, link in zip(groups, links, strict=True) if isinstance(link, Fitted)]
@@ -56,12 +54,13 @@ def advise(run: Run, findings: Findings) -> list[Advice]:
         advice += _faster_options(row, known, len(findings.ranks))
     of_all = [(each, link) for each in groups if isinstance(link := fit(each), Fitted)]
     advice += _small_messages(findings, of_all)
+    gaps = list(findings.coverage_gaps)
     if large and not known:
         reason = links[0] if links else "no operation was recorded by all ranks of a group and synchronises them"
-        advice.append(Advice(f"the gain by a switch or a narrower wire format is not predicted: {reason}"))
+        gaps.append(f"the gain by a switch or a narrower wire format is not predicted: {reason}")
     for row in rows:
-        advice += [*_queueing(row), *_losses(row), *_registration(row)]
-    return advice
+        advice += [*_losses(row), *_registration(row)]
+    return replace(findings, advice=advice, coverage_gaps=gaps)
 
 
 def _total_s(row: Row) -> float:
@@ -77,29 +76,21 @@ def _name(row: Row) -> str:
     return f"{row.operation} of {units.size_range(row.above_bytes, row.to_bytes)}"
 
 
-def _where(top: Row, findings: Findings) -> Advice:
-    text = f"{100 * _share(top):.0f}% of the operations' time ({units.seconds(_total_s(top))} per rank) is {_name(top)}"
-    if top.exposed_s is not None and findings.overall.exposed_s:
-        part = 100 * top.exposed_s / findings.overall.exposed_s
-        text += f"; {units.seconds(top.exposed_s)} of it is exposed, {part:.0f}% of all that computing does not hide"
-    return Advice(text)
-
-
 def _stragglers(findings: Findings) -> Iterator[Advice]:
     """The rank that other ranks waited for most, if that is at least twice its share of all such waiting."""
-    late: Straggler | None = max(findings.stragglers, key=lambda each: each.waited_for_s, default=None)
-    waited = sum(each.waited_for_s for each in findings.stragglers)
+    late: Straggler | None = max(findings.stragglers, key=lambda each: each.delay_s, default=None)
+    waited = sum(each.delay_s for each in findings.stragglers)
     # Overlapping operations are waited for separately, so the whole is the sum of their times and not the wall time.
     took = sum(map(_total_s, findings.rows))
     if late is None or waited == 0 or took <= 0:
         return
-    often = late.last / late.operations
-    part = late.waited_for_s / took
-    if late.waited_for_s >= min(_MOSTLY, 2 / len(findings.ranks)) * waited and part >= _WORTH_A_WAIT:
+    often = late.delays / late.operations
+    part = late.delay_s / took
+    if late.delay_s >= min(_MOSTLY, 2 / len(findings.ranks)) * waited and part >= _WORTH_A_WAIT:
         yield Advice(
-            f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; each "
-            f"other rank waited {units.seconds(late.waited_for_s)} for it over all operations: its work before them "
-            "(data, cores) causes the wait, not the network"
+            f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; "
+            f"{late.waiting_ranks} waited {units.seconds(late.delay_s)} for it over all operations, the mean over "
+            "them: its work before them (data, cores) causes the wait, not the network"
         )
 
 
@@ -205,21 +196,12 @@ def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]
             yield Advice(text)
 
 
-def _queueing(row: Row) -> Iterator[Advice]:
-    took_s, queue_s = _total_s(row), row.queue_s or 0.0
-    if _share(row) >= _WORTH_A_ROW and queue_s >= _WORTH_A_QUEUE * took_s:
-        yield Advice(
-            f"{_name(row)} waited {units.seconds(queue_s)} per rank behind other operations, and took "
-            f"{units.seconds(took_s)}: whatever shortens the other operations shortens this wait, too"
-        )
-
-
 def _losses(row: Row) -> Iterator[Advice]:
     again = (row.retransmissions or 0.0) * _PACKET_BYTES / (row.wire_bytes or math.inf)
     if again >= _WORTH_A_LOSS:
         yield Advice(
             f"{_name(row)} sent {row.retransmissions:.0f} packets per rank again, {100 * again:.2g}% of all at "
-            f"{_PACKET_BYTES} bytes each: the path loses packets"
+            f"{_PACKET_BYTES} bytes each: look for drops on the path (`netfold doctor check`, `ethtool -S`)"
         )
 
 

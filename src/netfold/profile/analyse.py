@@ -6,18 +6,19 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
+from netfold import units
 from netfold.profile.clock_sync import ClockSync, synchronise_clocks
 from netfold.profile.columns import columns_of, submissions
 from netfold.profile.findings import BUCKETS, ClockOffset, Findings, ranks_text
 from netfold.profile.matching import Matching, match
 from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
 from netfold.profile.run import Run
-from netfold.profile.stragglers import find_stragglers
+from netfold.profile.stragglers import WaitTimes, find_stragglers
 from netfold.profile.summary import assign_rows, sized, summarise
 
 
 def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
-    """Compute all findings but advice, which needs a cost model (`netfold.plan.advice`). Does not change the run.
+    """Compute all findings but advice, which `netfold.plan.advice` adds by a cost model. Does not change the run.
 
     buckets: upper bounds of sizes, ascending; ValueError otherwise.
     Cost: about 600 bytes and a few microseconds for each record.
@@ -51,8 +52,25 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
         submissions=submissions(run),
     )
     reported = dict.fromkeys(text for about in abouts for text in about.coverage_gaps)
-    gaps = [*reported, *found.limitations(), *_gaps(run, found.clocks, matching, clocks, exposures)]
+    gaps = [
+        *([run.left_out] if run.left_out else []),
+        *reported,
+        *found.limitations(),
+        *_gaps(run, found.clocks, matching, clocks, exposures),
+        *_hidden(waits),
+    ]
     return replace(found, coverage_gaps=gaps)
+
+
+def _hidden(waits: WaitTimes) -> list[str]:
+    """The operations whose last rank the error of the clocks hides."""
+    if not waits.unnamed:
+        return []
+    return [
+        f"in {waits.unnamed:,} of {waits.operations:,} operations the last ranks of two hosts began within the error "
+        f"of the hosts' clocks ({units.seconds(waits.error_s)}, the median), and none is named; ranks of one host are "
+        "compared exactly"
+    ]
 
 
 def title_of(run: Run) -> str:

@@ -115,7 +115,10 @@ class _Side:
 
 
 def compare(a: Run, b: Run, buckets: Sequence[int] = BUCKETS) -> Comparison:
-    """Compare two runs. buckets: as in `analyse`. The result is deterministic: shuffles have a fixed seed."""
+    """Compare two runs, whole or as `window.in_steps` cut them.
+
+    buckets: as in `analyse`. The result is deterministic: shuffles have a fixed seed.
+    """
     steps = (_steps(a), _steps(b))
     by_step = min(steps) > 0
     first, second = _side(a, buckets, by_step), _side(b, buckets, by_step)

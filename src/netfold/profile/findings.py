@@ -98,6 +98,28 @@ class Straggler:
     last: int  # operations that this rank was the last to begin
     waited_for_s: float  # time that the other ranks waited for this one there, the mean over them
     waited_s: float  # time that this rank waited for others
+    last_of_host: int = 0  # operations that it was the last of its host's ranks to begin; one clock, so no error
+    host_waited_s: float = 0.0  # time that its host's other ranks waited for it there, the mean over them
+
+    @property
+    def is_known_by_host(self) -> bool:
+        """Whether its host's ranks show more of its delays than all ranks, whose clocks are not known as exactly."""
+        return self.host_waited_s > self.waited_for_s
+
+    @property
+    def delay_s(self) -> float:
+        """The longer one of waited_for_s and host_waited_s."""
+        return max(self.waited_for_s, self.host_waited_s)
+
+    @property
+    def delays(self) -> int:
+        """The operations of delay_s."""
+        return self.last_of_host if self.is_known_by_host else self.last
+
+    @property
+    def waiting_ranks(self) -> str:
+        """The ranks whose waits delay_s counts."""
+        return "other ranks of its host" if self.is_known_by_host else "other ranks"
 
 
 @dataclass(frozen=True)

@@ -153,9 +153,10 @@ def _steps_of(trace: Trace, exposure: RankOverlap) -> tuple[Floats, Floats | Non
 
 
 def _wall_s(trace: Trace) -> float:
-    operations, steps, progress = trace.operations, trace.steps, trace.progress
-    begins = np.concatenate([operations["queued_ns"], steps["began_ns"], progress["at_ns"]])
-    ends = np.concatenate([operations["finished_ns"], steps["ended_ns"], progress["at_ns"]])
+    """From the first step or operation to the last: a process also starts and ends, which is no training."""
+    operations, steps = trace.operations, trace.steps
+    begins = np.concatenate([operations["queued_ns"], steps["began_ns"]])
+    ends = np.concatenate([operations["finished_ns"], steps["ended_ns"]])
     return float(ends.max() - begins.min()) / 1e9 if len(begins) else 0.0
 
 

@@ -106,6 +106,7 @@ class Run:
     folder: Path
     description: Mapping[str, Any]  # run.json
     traces: list[Trace]  # in the order of ranks, without ranks that have no files
+    left_out: str = ""  # what `window.in_steps` left out, in a clause
 
 
 class RankWriter:

@@ -126,10 +126,10 @@ def _steps(findings: Findings) -> str:
 
 def _late(lateness: Sequence[Straggler]) -> list[str]:
     """The ranks for which other ranks waited, the longest waits first."""
-    late = sorted((each for each in lateness if each.last), key=lambda each: -each.waited_for_s)
+    late = sorted((each for each in lateness if each.delays), key=lambda each: -each.delay_s)
     lines = [
-        f"rank {each.rank} ({each.host}) was last in {each.last} of {each.operations} operations: other ranks waited "
-        f"{_ms(each.waited_for_s)} ms for it; it waited {_ms(each.waited_s)} ms for other ranks"
+        f"rank {each.rank} ({each.host}) was last in {each.delays} of {each.operations} operations: "
+        f"{each.waiting_ranks} waited {_ms(each.delay_s)} ms for it; it waited {_ms(each.waited_s)} ms for other ranks"
         for each in late[:_MOST_RANKS]
     ]
     return [*lines, f"and {len(late) - _MOST_RANKS} more ranks"] if len(late) > _MOST_RANKS else lines

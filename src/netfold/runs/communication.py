@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from netfold.page.escape import escape
@@ -12,6 +11,7 @@ from netfold.profile.analyse import analyse
 from netfold.profile.overlap import each_step
 from netfold.profile.page import advice, limitations, render_page, text
 from netfold.profile.run import RunError, read_run
+from netfold.profile.window import in_steps
 from netfold.runs import PROFILE, write_whole
 
 PAGE = "profile.html"
@@ -25,11 +25,10 @@ def communication(folder: Path) -> str:
             "<code>netfold profile run</code> records the whole job elsewhere.</p>"
         )
     try:
-        run = read_run(folder / PROFILE)
+        run = in_steps(read_run(folder / PROFILE))
     except RunError as error:
         return f"<p>No profile: {escape(error)}</p>"
-    findings = analyse(run)
-    findings = replace(findings, advice=advise(run, findings))
+    findings = advise(run, analyse(run))
     write_whole(folder / PAGE, render_page(findings, run, each_step=each_step(run)))
     steps = f"{findings.steps.count} steps were recorded. " if findings.steps is not None else ""
     return (

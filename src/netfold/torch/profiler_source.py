@@ -158,6 +158,8 @@ class TorchSource:
             "An operation of another backend that was under way while records were read, or at the end, is missing.",
             "What threads other than the main one submit to other backends is not recorded, except by autograd on CPU.",
         ]
+        if any("gloo" in group.backend.split(" and ") for group in groups.values()):
+            gaps.append("gloo runs a reduce_scatter as an all_reduce of the whole input, which the rows show as such.")
         if self._records.is_uncertain:
             gaps.append(
                 "Of some operations of other backends the flight recorder kept nothing (TORCH_FR_BUFFER_SIZE): their "

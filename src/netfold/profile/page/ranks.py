@@ -19,7 +19,7 @@ def straggler_table(each: Sequence[Straggler]) -> str:
             "<p>Not known: it takes the records of two ranks of one group, and operations that need all ranks of the "
             "group.</p>"
         )
-    by_wait = sorted(each, key=lambda late: -late.waited_for_s)[:MOST_ROWS]
+    by_wait = sorted(each, key=lambda late: -late.delay_s)[:MOST_ROWS]
     columns: tuple[Column[Straggler], ...] = (
         Column("rank", "rank", units.count),
         Column("host", "host"),
@@ -30,8 +30,16 @@ def straggler_table(each: Sequence[Straggler]) -> str:
             "time that other ranks waited where this rank was the last to begin, the mean over them",
             bar=True,
         ),
+        Column(
+            "its host's waits for it",
+            "host_waited_s",
+            units.seconds,
+            "the same among the ranks of its host, whose clock is one: no error hides these waits",
+            bar=True,
+        ),
         Column("its waits", "waited_s", units.seconds, "time that this rank waited for other ranks", bar=True),
         Column("last to begin", "last", units.count, "number of operations"),
+        Column("last of its host", "last_of_host", units.count, "number of operations"),
         Column("of operations", "operations", units.count, "that no rank can finish before all began"),
     )
     caption = (

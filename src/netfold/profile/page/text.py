@@ -59,9 +59,9 @@ def summary(findings: Findings) -> str:
     late = worst_straggler(findings.stragglers)
     if late is not None:
         found.append(
-            f"Rank {late.rank} ({late.host}) was the last to begin in {units.count(late.last)} of "
-            f"{units.count(late.operations)} operations; each other rank waited {units.seconds(late.waited_for_s)} "
-            "for it."
+            f"Rank {late.rank} ({late.host}) was the last to begin in {units.count(late.delays)} of "
+            f"{units.count(late.operations)} operations; {late.waiting_ranks} waited {units.seconds(late.delay_s)} for "
+            "it, the mean over them."
         )
     elif len(findings.ranks) > 1:
         found.append("No rank kept other ranks waiting, or their starts could not be compared.")
@@ -84,15 +84,15 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if is_known(overall.overlap_ratio):
         found.append((units.ratio(overall.overlap_ratio or 0.0), "of communication hidden behind computing"))
     if late is not None:
-        waited = units.seconds(late.waited_for_s)
-        found.append((f"rank {late.rank}", f"the slowest, on {late.host}: other ranks waited {waited} for it"))
+        waited = units.seconds(late.delay_s)
+        found.append((f"rank {late.rank}", f"the slowest, on {late.host}: {late.waiting_ranks} waited {waited} for it"))
     return found + (submitted if findings.submissions else [])
 
 
 def worst_straggler(lateness: Sequence[Straggler]) -> Straggler | None:
     """The rank with the longest waits for it; None if no rank waited."""
-    late = max(lateness, key=lambda each: each.waited_for_s, default=None)
-    return late if late is not None and late.waited_for_s > 0 else None
+    late = max(lateness, key=lambda each: each.delay_s, default=None)
+    return late if late is not None and late.delay_s > 0 else None
 
 
 def _submitted(findings: Findings) -> str:
