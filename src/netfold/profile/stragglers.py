@@ -56,7 +56,7 @@ def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Match
             for at, other in enumerate(members):
                 if at != one:
                     error[behind, at] = clocks.errors_at(aligned[behind, one], member, other)
-        known: Bools = np.isfinite(error).all(axis=1)
+        known: Bools = np.logical_and.reduce(np.isfinite(error), axis=1)
         wait, named = of_all.add(members, aligned, error, known)
         for at, member in enumerate(members):
             operations[member] += known.sum()
