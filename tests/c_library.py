@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
+
+from load import run
 
 
 def compile_library(source: Path, library: Path, *flags: str) -> str:
@@ -12,5 +13,5 @@ def compile_library(source: Path, library: Path, *flags: str) -> str:
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     assert compiler is not None, f"{source.name} cannot be built: none of cc, gcc and clang is on the PATH"
     command = [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", *flags, "-o", library, source]
-    subprocess.run(command, check=True, timeout=60)
+    run(command, 60, check=True)
     return str(library)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from load import run
 
 
 def change(before: str, text: str, instead: str, name: str) -> str:
@@ -27,7 +28,7 @@ def change_file(file: Path, text: str, instead: str, folder: Path) -> Path:
 def build(out: Path, sources: Iterable[Path], includes: Iterable[Path], *options: str) -> Path:
     """Compile C++ of any use (-c, -shared) into `out`. subprocess.CalledProcessError where it does not compile."""
     command = ["c++", "-std=c++20", "-fPIC", *options, *(f"-I{folder}" for folder in includes)]
-    subprocess.run([*command, *map(str, sources), "-o", str(out)], check=True, timeout=300)
+    run([*command, *sources, "-o", out], 300, check=True)
     return out
 
 

@@ -8,6 +8,8 @@ import socket
 import threading
 from typing import Any
 
+from load import seconds
+
 from netfold import FileStore
 
 # An attack waits for this many bytes at once: they belong to a tensor, and not to the handshake.
@@ -62,7 +64,7 @@ class Interceptor:
             return data + data
         if attack == "hold":
             to.sendall(data[:middle])
-            assert self.released.wait(60)
+            assert self.released.wait(seconds(60))
             return data[middle:]
         if attack == "leave out":
             return data[:middle] + data[middle + 8 :]

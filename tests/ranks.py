@@ -341,7 +341,7 @@ def running_switch(*options: str, prefix: Sequence[str] = ()) -> Iterator[Runnin
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             try:
-                process.wait(60)
+                process.wait(seconds(60))
             finally:
                 process.kill()
                 process.wait()

@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import load
 import pytest
 from absent import without
 
@@ -20,14 +21,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
 def ran(folder: Path, gone: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=without(folder, *gone.split(",")),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return load.run([sys.executable, *arguments], 120, env=without(folder, *gone.split(",")), cwd=ROOT)
 
 
 NOT_HERE = "not installed here: pip install 'netfold[{}]'".format

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -88,3 +89,25 @@ def test_test_files_have_unique_names() -> None:
     # pytest imports a test file by its name, without its folder.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+# Of these the first argument or `timeout` is a limit in seconds. `load.seconds` and `load.run` make it follow the load.
+_WAITS = {"wait", "join", "result", "settimeout", "communicate", "run", "check_call", "check_output"}
+# Programs of their own, whose limits belong to what they measure.
+_PROGRAMS = ("tests/chaos/", "tests/conformance/", "tests/torch/probe_")
+
+
+def test_no_test_limits_a_wait_by_seconds_of_a_quiet_machine() -> None:
+    fixed = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if name.startswith(_PROGRAMS) or name == "tests/load.py":
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _WAITS:
+                limits = [word.value for word in call.keywords if word.arg == "timeout"] + call.args[:1]
+                numbers = [limit.value for limit in limits if isinstance(limit, ast.Constant)]
+                # Below a second a wait is a pause, and its end no failure.
+                if any(isinstance(number, int | float) and number >= 1 for number in numbers if number is not True):
+                    fixed.append(f"{name}:{call.lineno}: {ast.unparse(call)[:80]}")
+    assert fixed == [], "write load.seconds(LIMIT) or load.run(COMMAND, LIMIT)"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import load
 import pytest
 
 import netfold
@@ -33,7 +34,7 @@ def test_the_version_is_written_in_pyproject_alone() -> None:
 
 def test_the_command_prints_the_version() -> None:
     command = [sys.executable, "-c", "from netfold.cli import main; main()", "--version"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = load.run(command, 60)
     assert (answer.returncode, answer.stdout) == (0, f"netfold {netfold.__version__}\n"), answer.stderr
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import load
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +74,7 @@ class Machine:
 
     def set_up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(self.bin), "TMPDIR": str(self.script.parent)}
-        return subprocess.run([self.script, *arguments], env=env, capture_output=True, text=True, timeout=60)
+        return load.run([self.script, *arguments], 60, env=env)
 
 
 ALL = ("python3", "python3-venv", "python3-dev", "g++", "libfabric-dev", "dataset-fashion-mnist")
@@ -178,7 +179,7 @@ def pip_install(machine: Machine, venv: Path, pip: str, venv_made: str = "") -> 
     machine.stub("python3", made)
     env = {"PATH": str(machine.bin), "TMPDIR": str(machine.script.parent)}
     command = [ROOT / "tools" / "pip-install", venv, "torch==2.13.0"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return load.run(command, 60, env=env)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") ->
         path.chmod(0o755)
     script.chmod(0o755)
     env = {**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "TMPDIR": str(folder)}
-    return subprocess.run([script], env=env, capture_output=True, text=True, timeout=60)
+    return load.run([script], 60, env=env)
 
 
 SUMMARY = "6000 passed, 69 skipped in 512.34s (0:08:32)"
@@ -320,11 +321,11 @@ def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
     return ci(folder, f"test) {failure};;", python=python)
 
 
-def test_ci_reports_a_test_that_fails_once_and_passes_twice_alone_as_unstable(tmp_path: Path) -> None:
+def test_ci_reports_a_test_that_fails_once_and_passes_twice_beside_load_as_unstable(tmp_path: Path) -> None:
     run = repeating_ci(tmp_path, "exit 0")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("repeated -m pytest -q tests/test_x.py::test_it[a b]\n") == 2
-    unstable = "ci: UNSTABLE in test, failed once and passed twice: tests/test_x.py::test_it[a b], with:\n"
+    unstable = "ci: UNSTABLE in test, failed once and passed twice beside load: tests/test_x.py::test_it[a b], with:\n"
     assert unstable + "FAILED tests/test_x.py::test_it[a b] - assert 1 == 2\n" in run.stdout
 
 
@@ -348,7 +349,7 @@ def test_ci_repeats_a_test_that_fails_under_a_sanitizer_without_a_report(tmp_pat
     run = sanitizing_ci(tmp_path, "1 failed")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("sanitized .venv/bin/python 2 ON tests/test_x.py::test_it\n") == 2
-    unstable = "ci: UNSTABLE in sanitize, failed once and passed twice: tests/test_x.py::test_it, with:\n"
+    unstable = "ci: UNSTABLE in sanitize, failed once and passed twice beside load: tests/test_x.py::test_it, with:\n"
     assert unstable in run.stdout
 
 

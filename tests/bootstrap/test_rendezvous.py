@@ -181,7 +181,7 @@ def test_bytes_that_follow_the_last_frame_stay_in_the_connection() -> None:
         assert not wait(ends, 0.1).done  # nobody ends before the second
         ends.append(pool.submit(second.end))
         for end in ends:
-            end.result(10)
+            end.result(seconds(10))
     for ours, theirs in pairs:
         ours.sendall(b"down")
         theirs.sendall(b"up")
@@ -200,7 +200,7 @@ def test_a_rank_that_fails_in_the_last_exchange_tells_its_parent_why() -> None:
         assert caught.value.rank == 2
         root.fail(str(caught.value), 2)
         with pytest.raises(rendezvous.RendezvousError, match=r"^its memory is full$"):
-            child_ends.result(10)
+            child_ends.result(seconds(10))
     child.fail("not in the tree any more", 1)
     pairs[0][1].close()
     assert receive_all(pairs[0][0]).count(b"not in the tree") == 0
@@ -219,7 +219,7 @@ def test_a_child_that_dies_as_the_tree_ends_does_not_keep_its_parent() -> None:
 
 
 def receive_all(stream: socket.socket) -> bytes:
-    stream.settimeout(10)
+    stream.settimeout(seconds(10))
     return b"".join(iter(lambda: stream.recv(1000), b""))
 
 
@@ -411,7 +411,7 @@ def _forward(rank: int, size: int, folder: str) -> Any:
         proof = hmac.new(SECRET, b"accept" + said + answer[1:33], hashlib.sha256).digest()
         assert hmac.compare_digest(answer[33:], proof)
         stream.sendall(proof)
-        stream.settimeout(5)
+        stream.settimeout(seconds(5))
         return stream.recv(1)
 
 

@@ -154,7 +154,7 @@ def test_a_full_store_and_a_malformed_request_end_only_their_connection(monkeypa
     first, second = pair(port)
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        client.settimeout(5)
+        client.settimeout(seconds(5))
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(10) == b""
     with pytest.raises(RendezvousError):
@@ -267,7 +267,7 @@ def test_hundreds_of_ranks_may_connect_at_once() -> None:
         server._loop.call_soon_threadsafe(time.sleep, 1.5)  # it accepts none
         began = time.monotonic()
         for client in clients:
-            client.settimeout(1)
+            client.settimeout(seconds(1))
             client.connect(("127.0.0.1", server.port))
         assert time.monotonic() - began < 1.5, "a connection was tried again"
     finally:

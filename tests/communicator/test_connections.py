@@ -215,9 +215,9 @@ def _severs_while_it_receives(
             over.set()
             assert list(message) == [5.0] * 3
         elif rank == 1:
-            over.wait(20)  # makes no call, so it does not notice
+            over.wait(seconds(20))  # makes no call, so it does not notice
         else:
-            disconnecting.wait(20)
+            disconnecting.wait(seconds(20))
             time.sleep(0.02)
             group.send(np.full(3, 5.0), 0)
         group.barrier()

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from interceptor import ThroughInterceptor
+from load import seconds
 from ranks import run_threads
 
 from netfold import Communicator, Options
@@ -29,7 +30,7 @@ def _held(rank: int, size: int, folder: str, tensors: dict[int, np.ndarray]) -> 
         group.barrier()
         work = group.all_reduce(tensors[rank], asynchronous=True)
         if rank == 0:
-            assert store.interceptor.done.wait(10)
+            assert store.interceptor.done.wait(seconds(10))
             until = time.monotonic() + 10
             while 3 not in (tensors[0][0], tensors[1][0]) and time.monotonic() < until:
                 time.sleep(0.001)

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+from load import seconds
 from ranks import RunningSwitch, run_ranks, running_switch, values
 from test_reconfigure import check_sum, exchange, outside
 
@@ -63,7 +64,7 @@ def later_groups(rank: int, size: int, folder: str, endpoint: str, switch_pid: i
 
 def run(function: Any, switch: RunningSwitch) -> list[Any]:
     found = values(run_ranks(function, RANKS, switch.endpoint, switch.process.pid, timeout_s=90))
-    assert switch.process.wait(10) == -signal.SIGKILL
+    assert switch.process.wait(seconds(10)) == -signal.SIGKILL
     return found
 
 
@@ -139,7 +140,7 @@ def test_survivors_of_a_torch_job_whose_switch_is_lost_too_form_a_group_over_the
     with running_switch() as switch:
         found = run_ranks(over_the_store, RANKS, switch.endpoint, switch.process.pid, timeout_s=90, dies=[1])
         assert values([found[0], found[2]]) == [4, 4]
-        assert switch.process.wait(10) == -signal.SIGKILL
+        assert switch.process.wait(seconds(10)) == -signal.SIGKILL
 
 
 @pytest.mark.torch

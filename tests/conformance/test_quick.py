@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import load
 import pytest
 
 pytestmark = pytest.mark.torch
@@ -32,9 +32,7 @@ TESTS = (
 @pytest.mark.jobs
 def test_a_sample_of_torchs_suite_passes() -> None:
     pytest.importorskip("expecttest", reason="PyTorch's suite imports it")
-    ended = subprocess.run(
-        [sys.executable, str(SUITE), "netfold", "2", "gloo", *TESTS], capture_output=True, text=True, timeout=150
-    )
+    ended = load.run([sys.executable, SUITE, "netfold", "2", "gloo", *TESTS], 150)
     rows = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [row["test"] for row in rows] == list(TESTS), ended.stderr[-2000:]
     assert not [row for row in rows if row["outcome"] == "failed"]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import re
-import subprocess
 import sys
 import unittest
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import load
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -71,7 +71,7 @@ class TestTorchft:
 
     def together(self, function: Any, ranks: range) -> list[Any]:
         with concurrent.futures.ThreadPoolExecutor(self.size) as pool:
-            return [each.result(60) for each in [pool.submit(function, rank) for rank in ranks]]
+            return [each.result(load.seconds(60)) for each in [pool.submit(function, rank) for rank in ranks]]
 
     def test_torchfts_checks_of_collectives_pass(self) -> None:
         store, groups = self.groups()
@@ -131,7 +131,7 @@ class TestTorchft:
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         # Unbuffered: the replicas' last lines, printed at the same moment, stay lines.
         env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240, env=env)
+        ended = load.run([sys.executable, EXAMPLE], 240, env=env)
         assert ended.returncode == 0, ended.stderr[-3000:]
         found = re.findall(r"replica (\d): sizes \[(.*)\], norm of the weights (\S+)", ended.stdout)
         assert len({weights for *_, weights in found}) == 1, ended.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+from load import seconds
 from members_job import Job, die, first_members, mark, newcomer, size_is, sum_of, wait_for
 from ranks import run_ranks, running_switch, values
 
@@ -69,4 +70,4 @@ def test_a_lost_rank_of_a_job_whose_switch_is_lost_too_ends_no_other_rank() -> N
     with running_switch() as switch:
         outcomes = run_ranks(without_its_switch, 3, switch.endpoint, switch.process.pid, dies=[1], timeout_s=90)
         assert values([outcomes[0], outcomes[2]]) == [(0.0, 2)] * 2
-        assert switch.process.wait(10) == -signal.SIGKILL
+        assert switch.process.wait(seconds(10)) == -signal.SIGKILL

@@ -1,9 +1,9 @@
 """The packet parsers under sanitizers: the corpus always, and new inputs by `make test-fuzz`."""
 
 import os
-import subprocess
 import sys
 
+import load
 import pytest
 from targets import HERE, MEMORY_MB, NAMES, corpus, fuzz, fuzzer_compiler, make, parsers
 
@@ -19,9 +19,7 @@ def checked_parsers(tmp_path_factory):
 def test_corpus_inputs_break_no_invariant(name, checked_parsers, tmp_path):
     inputs = sorted(map(str, corpus(name).iterdir()))
     assert inputs
-    run = subprocess.run(
-        [make(name, tmp_path, None, checked_parsers), *inputs], capture_output=True, text=True, timeout=60
-    )
+    run = load.run([make(name, tmp_path, None, checked_parsers), *inputs], 60)
     assert run.returncode == 0, run.stderr
 
 
@@ -65,5 +63,5 @@ def test_a_fuzz_run_counts_only_its_own_memory(compiler, fuzzed_parsers, tmp_pat
         pytest.skip(f"takes {MEMORY_MB + 100} MB for a moment, and {available_mb} MB are free")
     command = [sys.executable, "-c", STARTED_BY_ONE_THAT_HELD_MUCH, str(HERE)]
     command += [str(make("packet", tmp_path, compiler, fuzzed_parsers)), str(tmp_path / "found")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = load.run(command, 120)
     assert run.returncode == 0, run.stderr

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import load
 import pytest
 
 from netfold.switch_protocol import control_messages
@@ -33,7 +34,7 @@ def test_systemd_rates_the_units_exposure_as_low(tmp_path: Path) -> None:
     unit = tmp_path / "netfold-switch.service"
     unit.write_text(UNIT)
     command = ["systemd-analyze", "security", "--no-pager", "--offline=yes", "--threshold=20", str(unit)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = load.run(command, 60)
     assert ended.returncode == 0, ended.stdout + ended.stderr  # an exposure of 2.0 of 10 at most
 
 
@@ -43,7 +44,7 @@ def test_the_unit_raises_the_bound_of_receive_buffers_and_never_lowers_it(tmp_pa
     command = shlex.split(line.replace("$$", "$").replace("/proc/sys/net/core/rmem_max", str(bound)))
     for before, after in (("212992\n", "268435456\n"), ("536870912\n", "536870912\n")):
         bound.write_text(before)
-        subprocess.run(command, check=True, timeout=10)
+        load.run(command, 10, check=True)
         assert bound.read_text() == after
 
 
@@ -64,7 +65,7 @@ def test_the_health_check_follows_the_switch_and_fails_once_it_is_killed() -> No
     environment = {**os.environ, variable: address, "http_proxy": "http://127.0.0.1:9"}
 
     def check() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(health_check(), env=environment, capture_output=True, text=True, timeout=30)
+        return load.run(health_check(), 30, env=environment)
 
     with tempfile.TemporaryFile("w+") as log:
         switch = subprocess.Popen(

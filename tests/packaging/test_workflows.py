@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import load
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def tool(name: str) -> str:
 
 
 def run(*command: str) -> None:
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = load.run(command, 120, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

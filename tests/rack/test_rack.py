@@ -11,6 +11,7 @@ import time
 
 import pytest
 from endings import has_ended
+from load import run, seconds
 
 from netfold.rack import Rack, RackError, cleanup, names
 from netfold.rack.command import why_unavailable
@@ -88,7 +89,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
 
 
 def last_line(process: Process) -> str:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=seconds(60))
     assert process.returncode == 0, output
     return output.splitlines()[-1]
 
@@ -207,7 +208,7 @@ def test_the_aggregator_serves_workers_in_a_rack() -> None:
 def test_run_streams_with_the_hosts_names_and_returns_the_first_failure() -> None:
     process = rack_run("sh", "-c", 'ip netns identify; [ "$RANK" = 0 ] || exit 5; sleep 60')
     rack_id = rack_id_in(process)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=seconds(30))
     assert process.returncode == 5
     assert "host h1 failed first, with exit code 5" in output
     assert no_rack_is_left(rack_id)
@@ -218,7 +219,7 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     process = rack_run("sh", "-c", "ip netns identify; sleep 60")
     rack_id = rack_id_in(process)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=seconds(30))
     assert process.returncode == 128 + number
     assert no_rack_is_left(rack_id)
 
@@ -280,7 +281,7 @@ def test_down_removes_the_rest_of_a_killed_rack_and_spares_a_running_one() -> No
         process.wait()
         assert not no_rack_is_left(rack_id)
         verb = [sys.executable, "-m", "netfold.cli", "rack", "down"]
-        done = subprocess.run(verb, capture_output=True, text=True, timeout=60, check=True)
+        done = run(verb, 60, check=True)
         assert f"rack {rack_id} removed" in done.stdout
         assert f"rack {living.rack_id} still runs under process {os.getpid()}" in done.stdout
         assert no_rack_is_left(rack_id)
@@ -296,21 +297,21 @@ def test_down_removes_the_rest_of_a_killed_rack_and_spares_a_running_one() -> No
 def test_several_racks_pass_the_check() -> None:
     verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--hosts", "4", "--rate", "400mbit"]
     more = ["--racks", "2", "--uplink", "100mbit", "--mtu", "4000", "--loss", "0.5%"]
-    done = subprocess.run([*verb, *more], capture_output=True, text=True, timeout=120, check=False)
+    done = run([*verb, *more], 120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("as asked") == 12
 
 
 def test_the_aggregator_may_be_a_host_behind_its_own_link() -> None:
     verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "400mbit", "--switch-rate", "100mbit"]
-    done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
+    done = run(verb, 120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "96 Mbit/s" in done.stdout  # 1448 of 1514 bytes, of 100 Mbit/s
 
 
 def test_a_delay_passes_the_check_together_with_loss_and_rate() -> None:
     verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "100mbit", "--delay", "2ms", "--loss", "1%"]
-    done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
+    done = run(verb, 120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("as asked") == 8
 
@@ -321,7 +322,7 @@ def test_all_super_packets_through_a_delayed_link_arrive_in_order() -> None:
         receiver = rack.popen(1, [sys.executable, "-c", RECEIVE_UDP])
         await_ready(receiver)
         sender = rack.popen(0, [sys.executable, "-c", SEND_UDP, names.host_address(1), "3200"])
-        assert sender.wait(timeout=60) == 0
+        assert sender.wait(timeout=seconds(60)) == 0
         assert json.loads(last_line(receiver)) == list(range(3200))
 
 
@@ -332,7 +333,7 @@ def test_packets_through_delayed_links_arrive_whole_and_the_switch_sums_them() -
         "assert torch.equal(x, 3 * torch.arange(300000.) + 3); print('whole'); dist.destroy_process_group()"
     )
     process = rack_run(sys.executable, "-c", code, hosts=3, options=("--delay", "200us", "--racks", "1"))
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=seconds(120))[0]
     assert process.returncode == 0, output
     assert output.count("whole") == 3
 
@@ -351,7 +352,7 @@ def test_several_racks_have_a_leaf_each_if_requested() -> None:
     )
     racks = ("--racks", "2", "--uplink", "400mbit", "--leaves")
     process = rack_run(sys.executable, "-c", code, hosts=4, options=racks)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=seconds(120))[0]
     assert process.returncode == 0, output
     for host, rack in enumerate((0, 0, 1, 1)):
         assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in output, output

@@ -256,7 +256,7 @@ def test_forged_icmp_of_every_kind_changes_nothing(tmp_path: Path) -> None:
                 running.lan.address(rank),
                 f"{port}:{switch_port}",
             )
-            assert forger.wait(30) == 0
+            assert forger.wait(seconds(30)) == 0
             forger = running.lan.spawn(
                 rank,
                 sys.executable,
@@ -266,7 +266,7 @@ def test_forged_icmp_of_every_kind_changes_nothing(tmp_path: Path) -> None:
                 running.lan.address(Job.SWITCH),
                 f"{switch_port}:{port}",
             )
-            assert forger.wait(30) == 0
+            assert forger.wait(seconds(30)) == 0
         time.sleep(GOES_ON_S)
         assert all("is gone" not in running.output(rank) for rank in range(2))
         running.end()

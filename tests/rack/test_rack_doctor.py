@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
+import load
 import pytest
 
 from netfold.rack.command import why_unavailable
@@ -22,9 +22,7 @@ exec "$PYTHON" -m netfold.cli doctor check --output json
 
 def test_a_host_that_sends_slowly_is_named() -> None:
     command = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", "4", "--rate", "200mbit", "--"]
-    run = subprocess.run(
-        [*command, "env", f"PYTHON={sys.executable}", "sh", "-c", HOST], capture_output=True, text=True, timeout=120
-    )
+    run = load.run([*command, "env", f"PYTHON={sys.executable}", "sh", "-c", HOST], 120)
     assert run.returncode == 0, run.stdout + run.stderr
     line = next(line for line in run.stdout.splitlines() if '"findings"' in line)
     report = json.loads(line[line.index("{") :])
@@ -58,9 +56,7 @@ exec "$PYTHON" -m netfold.cli doctor check --output json
 @pytest.mark.skipif(why_unavailable(loss=True) is not None, reason=str(why_unavailable(loss=True)))
 def test_a_host_whose_udp_does_not_reach_the_switch_is_named() -> None:
     command = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", "2", "--rate", "200mbit", "--"]
-    run = subprocess.run(
-        [*command, "env", f"PYTHON={sys.executable}", "sh", "-c", CUT], capture_output=True, text=True, timeout=120
-    )
+    run = load.run([*command, "env", f"PYTHON={sys.executable}", "sh", "-c", CUT], 120)
     assert run.returncode == 1, run.stdout + run.stderr
     line = next(line for line in run.stdout.splitlines() if '"findings"' in line)
     (finding,) = [each for each in json.loads(line[line.index("{") :])["findings"] if each["level"] == "fails"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from load import seconds
 
 from netfold.rack.command import run, why_unavailable
 from netfold.rack.processes import Process, spawn, stop
@@ -112,7 +113,7 @@ def hosts(count: int) -> Iterator[Hosts]:
 
 
 def outputs(ranks: Sequence[Process], timeout_s: float = 60) -> list[str]:
-    texts = [process.communicate(timeout=timeout_s)[0] for process in ranks]
+    texts = [process.communicate(timeout=seconds(timeout_s))[0] for process in ranks]
     for process, text in zip(ranks, texts, strict=True):
         assert process.returncode == 0, text
     return texts
@@ -205,7 +206,7 @@ def test_one_open_port_for_each_process_is_enough() -> None:
         outputs(there.start(several, master, ports="29800"))
         # Check the test itself: behind the same firewall another port is unreachable.
         ranks = there.start("", master, ports="29801")
-        texts = [process.communicate(timeout=60)[0] for process in ranks]
+        texts = [process.communicate(timeout=seconds(60))[0] for process in ranks]
         assert all(process.returncode != 0 for process in ranks)
         assert "29801" in "".join(texts) and "did not answer at 10.77.0.1:29801" in "".join(texts), texts
 

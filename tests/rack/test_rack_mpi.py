@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fabrics import need_mpi
+from load import seconds
 
 from netfold.bench.network import Network, Place
 from netfold.rack import Rack
@@ -29,4 +30,4 @@ def test_ranks_of_two_hosts_join_by_hydras_pmi(mpi: str, tmp_path: Path) -> None
     with Rack(2, "1gbit", "0%", delay="0us") as rack:
         script = str(TESTS / "communicator" / "mpi_ranks.py")
         ranks = Network(Place(2), rack).spawn_mpi(mpi, ["env", *without, paths, sys.executable, script], tmp_path)
-        assert ranks.wait(90) == 0
+        assert ranks.wait(seconds(90)) == 0

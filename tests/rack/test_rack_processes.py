@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from endings import has_ended
+from load import seconds
 from typer.testing import CliRunner
 
 from netfold.cli.rack import app
@@ -62,7 +63,7 @@ def test_a_process_that_ignores_sigterm_is_killed_with_its_children() -> None:
 def test_lines_of_output_and_errors_arrive_in_order_without_their_ends() -> None:
     lines: list[str] = []
     process = python("import sys; print('one', flush=True); print('two', file=sys.stderr); print('three')")
-    follow(process, lines.append).join(10)
+    follow(process, lines.append).join(seconds(10))
     process.wait()
     assert lines == ["one", "two", "three"]
 

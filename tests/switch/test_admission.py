@@ -258,7 +258,7 @@ def send_raw(address: tuple[str, int], words: bytes) -> None:
     with socket.create_connection(address, 5) as stream:
         stream.sendall(words)
         stream.shutdown(socket.SHUT_WR)
-        stream.settimeout(5)
+        stream.settimeout(seconds(5))
         try:
             while stream.recv(4096):
                 pass
@@ -308,7 +308,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
 def test_a_worker_that_stops_within_a_message_delays_its_job_to_the_deadline_at_most() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         stream.sendall(control_messages.encode({**JOIN, "timeout_s": 0.5}))
-        stream.settimeout(5)
+        stream.settimeout(seconds(5))
         assert control_messages.receive(stream)["type"] == "admitted"
         stream.sendall(b"\x00\x00\x00\x10half")
         refused = control_messages.receive(stream)
@@ -321,7 +321,7 @@ def test_the_second_of_two_workers_with_one_rank_is_refused_by_the_switch() -> N
         streams = [socket.create_connection(switch.address, 5) for _ in range(2)]
         replies = []
         for stream in streams:
-            stream.settimeout(5)
+            stream.settimeout(seconds(5))
             stream.sendall(control_messages.encode(JOIN))
             replies.append(control_messages.receive(stream))
         assert replies[0]["type"] == "admitted"
@@ -335,7 +335,7 @@ def test_a_refused_first_worker_leaves_no_job() -> None:
     with running_switch("--max-jobs", "1") as switch:
         for _ in range(2):
             with socket.create_connection(switch.address, 5) as stream:
-                stream.settimeout(5)
+                stream.settimeout(seconds(5))
                 # A switch that is in no tree of this job.
                 stream.sendall(control_messages.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
                 answer = control_messages.receive(stream)
@@ -353,7 +353,7 @@ def test_a_job_without_a_free_descriptor_is_refused_with_the_reason() -> None:
         serves(switch)
         before = resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE)
         with socket.create_connection(switch.address, 5) as stream:
-            stream.settimeout(5)
+            stream.settimeout(seconds(5))
             # Wait until the last job has closed its descriptors: then the number of the data port's is known.
             deadline = time.monotonic() + 10
             while len(descriptors()) != idle + 1:
@@ -385,7 +385,7 @@ def test_a_window_beyond_every_buffer_is_cut_to_what_the_kernel_grants() -> None
 def test_more_open_queries_than_the_bound_end_the_membership() -> None:
     """Each query costs an iteration of the data-plane thread, so no member may have thousands of them open."""
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
-        stream.settimeout(5)
+        stream.settimeout(seconds(5))
         stream.sendall(control_messages.encode(JOIN))
         assert control_messages.receive(stream)["type"] == "admitted"
         for serial in range(20):  # one after another, any number is allowed
@@ -402,7 +402,7 @@ def test_ranks_with_different_sizes_for_one_job_are_refused() -> None:
     with running_switch() as switch:
         with socket.create_connection(switch.address, 5) as first, socket.create_connection(switch.address, 5) as other:
             for stream, join in ((first, JOIN), (other, {**JOIN, "rank": 2, "ranks": [0, 1, 2]})):
-                stream.settimeout(5)
+                stream.settimeout(seconds(5))
                 stream.sendall(control_messages.encode(join))
                 answer = control_messages.receive(stream)
         assert answer == {**REFUSED, "reason": "rank 2 has 3 ranks in its job; other ranks have 2"}
@@ -410,7 +410,7 @@ def test_ranks_with_different_sizes_for_one_job_are_refused() -> None:
 
 def test_a_rank_that_leaves_before_the_start_ends_the_job_with_the_reason() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as first:
-        first.settimeout(5)
+        first.settimeout(seconds(5))
         first.sendall(control_messages.encode(JOIN))
         assert control_messages.receive(first)["type"] == "admitted"
         with socket.create_connection(switch.address, 5) as other:

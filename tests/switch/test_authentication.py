@@ -131,7 +131,7 @@ class Job:
 def open_socket() -> socket.socket:
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.bind(("127.0.0.1", 0))
-    made.settimeout(5)
+    made.settimeout(seconds(5))
     return made
 
 

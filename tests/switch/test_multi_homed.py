@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
@@ -73,7 +74,7 @@ def test_a_reply_comes_from_the_address_that_the_worker_sent_to(
     for worker, local in enumerate(addresses):
         with socket.socket(family, socket.SOCK_DGRAM) as ours:
             ours.bind((addresses[0], 0))
-            ours.settimeout(5)
+            ours.settimeout(seconds(5))
             plane.set_worker_address(1, worker, *ours.getsockname()[:2], local)
             packet = hello(worker, nonces[worker])
             ours.sendto(packet, (local, port))

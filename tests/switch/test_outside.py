@@ -251,7 +251,7 @@ def test_http_has_three_pages_and_no_other() -> None:
         host, _, port = address.rpartition(":")
         for words in (b"\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 20_000, b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 9000):
             with socket.create_connection((host, int(port)), 5) as stream:
-                stream.settimeout(5)
+                stream.settimeout(seconds(5))
                 try:
                     stream.sendall(words)
                     stream.shutdown(socket.SHUT_WR)

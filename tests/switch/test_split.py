@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hosts import apart
+from load import seconds
 from ranks import run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
@@ -168,12 +169,12 @@ def test_a_lost_switch_costs_no_step_and_changes_no_measured_rate() -> None:
     with running_switch() as switch:
 
         def kill() -> None:
-            dies.wait(60)
+            dies.wait(seconds(60))
             switch.process.kill()
             switch.process.wait()
-            back.wait(60)
+            back.wait(seconds(60))
             with running_switch("--listen", f"127.0.0.1:{switch.address[1]}"):
-                ended.wait(60)
+                ended.wait(seconds(60))
 
         ended = threading.Event()
         thread = threading.Thread(target=kill)

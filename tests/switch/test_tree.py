@@ -480,7 +480,7 @@ def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dic
                     continue
                 admitted = {"job_id": 5, "incarnation": 77, "worker": 0, "nonce": 9, "port": port.getsockname()[1]}
                 control_messages.send(stream, {"type": "admitted", "version": control_messages.VERSION, **admitted})
-                port.settimeout(5)
+                port.settimeout(seconds(5))
                 hello, leaf = port.recvfrom(1 << 16)
                 port.sendto(hello, leaf)
                 control_messages.send(stream, start(control_messages.receive(stream)))

@@ -250,7 +250,7 @@ def test_silent_peers_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) 
         assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
         # At least 88 were dropped; the log has some of them.
         switch.wait_for("others came before it joined", count=RateLimit.BURST)
-        silent[0].settimeout(5)
+        silent[0].settimeout(seconds(5))
         assert _is_disconnected(silent[0])
     finally:
         for stream in silent:
@@ -292,7 +292,7 @@ def test_garbage_instead_of_a_handshake_is_dropped(switch: RunningSwitch, tmp_pa
         with socket.create_connection((host, port), 5) as stream:
             stream.sendall(words)
             stream.shutdown(socket.SHUT_WR)
-            stream.settimeout(5)
+            stream.settimeout(seconds(5))
             try:
                 while stream.recv(4096):
                     pass

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import load
 import pytest
 
 pytestmark = pytest.mark.torch
@@ -43,11 +43,9 @@ FEATURES = (
 
 
 def results(backend: str, *features: str) -> dict[str, str]:
-    ended = subprocess.run(
-        [sys.executable, str(PROBE), backend, "--deadline-factor", "3", *features],
-        capture_output=True,
-        text=True,
-        timeout=900,
+    ended = load.run(
+        [sys.executable, PROBE, backend, "--deadline-factor", "3", *features],
+        900,
         env={name: text for name, text in os.environ.items() if not name.startswith("NETFOLD_")},
     )
     assert ended.returncode in (0, 1), ended.stderr[-2000:]
@@ -88,7 +86,7 @@ def test_a_failing_feature_is_reported_with_the_first_ranks_error() -> None:
 def test_explanations_are_of_features_that_exist() -> None:
     from probe_explained import EXPLAINED
 
-    ended = subprocess.run([sys.executable, str(PROBE), "--list"], capture_output=True, text=True, timeout=60)
+    ended = load.run([sys.executable, PROBE, "--list"], 60)
     names = ended.stdout.split()
     assert set(EXPLAINED) | set(FEATURES) <= set(names)
     assert len(names) == len(set(names)) > 52

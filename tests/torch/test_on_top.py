@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from load import seconds
 from worlds import Case, check
 
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("torch_on_top")]
@@ -154,7 +155,7 @@ def checkpoints_are_saved_and_loaded(dist: Any, rank: int, size: int, folder: st
         for _ in range(20):
             dist.all_reduce(torch.ones(100))
         if how == "async_save":
-            saved.result(60)
+            saved.result(seconds(60))
         dist.barrier()
         other = fully_shard(
             torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)), mesh=mesh

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import load
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -52,11 +53,9 @@ class FlightRecorderHook:
 
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    return load.run(
+        [sys.executable, "-c", SCRIPT, folder],
+        120,
         env=kept | {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"} | environment,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from load import seconds
 from training import TINY_GPT, changed, trained
 
 pytestmark = pytest.mark.torch
@@ -39,7 +40,7 @@ def test_threads_work_at_the_same_time() -> None:
 
     def waits(index: int, seed: int) -> tuple[Any, Any]:
         # Raises BrokenBarrierError unless another example is being made meanwhile.
-        both.wait(timeout=30)
+        both.wait(timeout=seconds(30))
         return made(index, seed)
 
     assert len(Pooled(OneByOne(100, waits), 2).batch([3, 4], [0, 0])) == 2
