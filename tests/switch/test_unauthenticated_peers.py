@@ -65,7 +65,7 @@ def _process(*command: str) -> Iterator[tuple[int, str]]:
         yield process.pid, process.stdout.readline()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(seconds(60))
         process.stdout.close()
 
 
