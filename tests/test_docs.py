@@ -1,36 +1,30 @@
-"""The documents: every link and anchor leads somewhere, and the tutorials' commands run on one machine.
-
-A tutorial's fenced block runs unless the HTML comment above the block says otherwise:
-
-    <!-- not run: REASON -->    the block needs something that a test machine lacks
-    <!-- file: NAME -->         the reader saves the block as NAME
-
-The blocks of one page run in order, in one empty folder, as one bash script.
-"""
+"""The documents: every link and anchor leads somewhere, and the commands of the pages run (`page_script` says how)."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from load import seconds
+from page_script import FENCE, run_page, script_of
 from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT, files
 
 from netfold.switch.metrics import PACKET_KINDS, exposition
 
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")])
-FENCE = re.compile(r"^(?:<!-- (.+?) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Every page with a block that readers run, and that can run on one machine.
+RUN_PAGES = [
+    page
+    for page in PAGES
+    if any(
+        language == "shell" and not mark.startswith("not run: ")
+        for mark, language, _ in FENCE.findall(page.read_text())
+    )
+]
 
 
 def slugs(page: Path) -> set[str]:
@@ -153,51 +147,38 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     assert all(page.exists() for page in listed)
 
 
-def script_of(page: Path, folder: Path) -> str:
-    """Write the files that a tutorial names into `folder`; return its commands as one bash script."""
-    commands = []
-    for mark, language, body in FENCE.findall(page.read_text()):
-        if mark.startswith("not run: "):
-            continue
-        if mark.startswith("file: "):
-            (folder / mark.removeprefix("file: ")).write_text(body)
-        elif language == "shell":
-            commands.append(body)
-        elif language == "python":
-            commands.append(f"python - <<'END_OF_PYTHON'\n{body}END_OF_PYTHON\n")
-    return "\n".join(commands)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+@pytest.mark.parametrize(
+    ("commands", "failures"),
+    [
+        ("true\nsleep 60 & \ntrue\n", []),
+        ("sleep 60 &\nkill %1\n", ["failed in the background: sleep 60"]),
+        ("(trap 'exit 0' TERM; while sleep 0.1; do :; done) &\nsleep 0.5\nkill %1\n", []),
+        ("false\ntrue\n", ["failed: false"]),
+        ("false | cat\n", ["failed: cat"]),
+        ('echo "$(false)" > file\n', ["failed: false"]),
+        ("echo $missing\n", ["the script's exit status is 1"]),
+        ("false &\nsleep 0.5\ntrue\n", ["failed in the background: false"]),
+        ("false & sleep 0.5; true", ["failed in the background: false"]),
+        ("ls missing > out 2> log &\nsleep 0.5\nls out\n", ["failed in the background: ls missing > out 2> log"]),
+        ('cd ~ && ls -A && test -z "$(ls -A)"\n', []),
+    ],
+)
+def test_a_page_fails_with_any_of_its_commands(commands: str, failures: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    script = script_of(f"```shell\n{commands.rstrip()}\n```\n", folder)
+    assert run_page(script, folder, seconds(20))[0] == failures
 
 
 @pytest.mark.jobs
 @pytest.mark.torch
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_the_commands_of_a_tutorial_run(page: Path, tmp_path: Path) -> None:
-    script = script_of(page, tmp_path)
-    if not script:
-        pytest.skip("every block of this page needs a second machine")
-    script = script.replace("7171", str(free_port()))
-    log = tmp_path / "output"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        status = process.wait(timeout=seconds(120))
-    finally:
-        # The tutorial may have left a switch in the background.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert status == 0, log.read_text()
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    script = script_of(page.read_text(), folder)
+    failures, output = run_page(script, folder, seconds(120))
+    assert not failures, f"{failures}\n{output}"
 
 
 def test_results_name_no_folder_of_the_machine_that_measured_them() -> None:

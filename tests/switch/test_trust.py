@@ -302,14 +302,15 @@ def test_garbage_instead_of_a_handshake_is_dropped(switch: RunningSwitch, tmp_pa
 
 
 def test_a_stored_certificate_keeps_its_fingerprint_over_restarts(tokens: str, tmp_path: Path) -> None:
+    """The first start makes the folder."""
     state = tmp_path / "state"
-    state.mkdir()
     fingerprints = []
     for folder in (("--state-dir", str(state)), ("--state-dir", str(state)), ()):
         with running_switch("--token-file", tokens, *folder) as switch:
             fingerprints.append(switch.endpoint.split("#")[1])
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert [(path.name, path.stat().st_mode & 0o777) for path in state.iterdir()] == [("switch.pem", 0o600)]
+    assert state.stat().st_mode & 0o777 == 0o700
 
 
 def command(*options: str) -> subprocess.CompletedProcess[str]:
@@ -317,8 +318,14 @@ def command(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unusable_state_folder_is_named(tokens: str, tmp_path: Path) -> None:
-    absent = command("--token-file", tokens, "--state-dir", str(tmp_path / "none"))
-    assert (absent.returncode, "No such file or directory" in absent.stderr) == (1, True), absent.stderr
+    absent = command("--token-file", tokens, "--state-dir", str(tmp_path / "none" / "state"))
+    assert (absent.returncode, absent.stderr) == (
+        2,
+        f"netfold switch: --state-dir {tmp_path}/none/state: there is no folder {tmp_path}/none to make it in\n",
+    )
+    assert not (tmp_path / "none").exists()
+    file = command("--token-file", tokens, "--state-dir", tokens)
+    assert (file.returncode, file.stderr) == (2, f"netfold switch: {tokens}: File exists; choose another path\n")
     private(tmp_path / "switch.pem", "no certificate")
     broken = command("--token-file", tokens, "--state-dir", str(tmp_path))
     assert broken.returncode == 2

@@ -37,7 +37,7 @@ def switch(
         Path | None, typer.Option(help="Lines of `tenant token` (docs/reference/switch.md); turns TLS on.")
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the certificate; without it each start has a new fingerprint.")
+        Path | None, typer.Option(help="Folder for the certificate, made if missing; without it each start has a new fingerprint.")
     ] = None,
     parent: Annotated[
         str | None,
@@ -127,7 +127,7 @@ def switch(
     output.setFormatter(LogfmtFormatter())
     output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
-    with exit_on("switch", ValueError), exit_on("switch", OSError, code=FAILED):
+    with exit_on("switch", ValueError, OSError):
         host, port = control_messages.parse_endpoint(listen, what="--listen")
         limits = Limits(
             jobs=max_jobs,

@@ -27,13 +27,18 @@ _VALIDITY = datetime.timedelta(days=36500)
 def server_context(state_dir: Path | None) -> tuple[ssl.SSLContext, str]:
     """Make a TLS 1.3 context with the certificate of `state_dir`; return it and the certificate's fingerprint.
 
-    A missing certificate is made. state_dir: None: the certificate lasts as long as the process.
+    A missing folder is made with mode 0700, in a folder that exists. A missing certificate is made.
+    state_dir: None: the certificate lasts as long as the process.
     Raises ValueError where the file is not private or holds no certificate, OSError where it can be neither read nor
     written; no file is left half written.
     """
     if state_dir is None:
         with tempfile.TemporaryDirectory(prefix="netfold-") as folder:
             return _context(_stored(Path(folder)))
+    # Not the parents: a mistyped path must not grow a tree of folders.
+    if not state_dir.parent.is_dir():
+        raise ValueError(f"--state-dir {state_dir}: there is no folder {state_dir.parent} to make it in")
+    state_dir.mkdir(mode=0o700, exist_ok=True)
     return _context(_stored(state_dir))
 
 
