@@ -37,7 +37,8 @@ def switch(
         Path | None, typer.Option(help="Lines of `tenant token` (docs/reference/switch.md); turns TLS on.")
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the certificate, made if missing; without it each start has a new fingerprint.")
+        Path | None,
+        typer.Option(help="Folder for the certificate, made if missing; without it each start has a new fingerprint."),
     ] = None,
     parent: Annotated[
         str | None,
