@@ -7,7 +7,8 @@ vote, and agree anew. In any order:
     vote, pass   A member votes for the step; once all have, each may pass, until it reports.
     lead ...     As in agreement.py, where there is a reason: a member is gone or reports, one leaves, one waits. Others
                  report.
-    suspect      A member suspects a dead one, or, `suspicions` times, one that lives.
+    suspect      A member suspects a dead one, or, `suspicions` times, one that lives. So does a heartbeat without an
+                 answer, which is a reason to lead or report while nobody is gone.
     tell, ask    A member tells another one of a decision, or asks for it: an ended generation is answered from memory.
     follow       A member enters the generation that was decided, leaves, or waits to be taken in again.
     publish      The first member of a generation writes it into the store: at once where newcomers are in it.

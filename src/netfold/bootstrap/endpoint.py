@@ -15,6 +15,7 @@ Requests of other types go to the handlers that are registered for them.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -148,6 +149,23 @@ class Caller:
         """own: of the member that sends, at whose listener the requests are sent."""
         self._secret, self._security = member.secret, SECURITIES.index(member.security)
         self._listener, self._peer_addresses = own.listener, PeerAddresses(own.interfaces, [member.endpoints()])
+
+    def host_answers(self, timeout_s: float) -> bool:
+        """Whether the member's host, if not its process, answers: it accepts or refuses a connection in time."""
+        addresses, own = self._peer_addresses, self._peer_addresses.interfaces.hosts
+        # Every host may have a bridge of one address: this host itself would answer there.
+        endpoints = [each for each in addresses.candidates(0, 0) if (0, 0) in addresses.used or each[0] not in own]
+        until = time.monotonic() + timeout_s
+        for endpoint in endpoints[:1] if (0, 0) in addresses.used else endpoints:
+            try:
+                left_s = max(0.05, until - time.monotonic())
+                socket.create_connection(endpoint, left_s, addresses.source(0)).close()
+                return True
+            except ConnectionRefusedError:
+                return True
+            except OSError:
+                continue
+        return False
 
     def call(self, request: Message, timeout_s: float) -> Message:
         """Send a request and return the reply. The reply `ended` comes from a member that was closed.

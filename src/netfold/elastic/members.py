@@ -36,6 +36,7 @@ from netfold.communicator.communicator import Communicator
 from netfold.elastic import messages
 from netfold.elastic.agreement import Decision
 from netfold.elastic.change import Change, Lost, TooFewLeft, Vote
+from netfold.elastic.heartbeat import Heartbeats
 from netfold.elastic.joining import AllEnded, Joining
 from netfold.elastic.negotiation import REQUEST_S, Loss
 from netfold.elastic.newest import NewestGeneration
@@ -83,6 +84,7 @@ class Members:
         self._joining = Joining(communicator.endpoint, newest, self._changed, join_timeout_s)
         service = Service(self._standing, self._joining)
         communicator.endpoint.handlers.update(dict.fromkeys(messages.REQUESTS, service.handle))
+        Heartbeats(self._standing)
         self._fruitless, self._done_at_change = 0, -1
 
     @classmethod

@@ -111,6 +111,10 @@ class Negotiation:
             threading.Thread(target=self._run, name="netfold agreement", daemon=True).start()
         self._changed.notify_all()
 
+    def note_silence(self, rank: int, since: float) -> None:
+        """A member has not answered since a time of time.monotonic(). Under the lock."""
+        self._peers[rank].silent_since = since
+
     def close(self) -> None:
         """End the thread. Under the lock."""
         self._closed = True

@@ -120,6 +120,23 @@ class Standing:
         self.negotiation.agreement.begin(Report(self.done, self.voted, not self.lacks, self.leaves, waiting))
         self.negotiation.start(loss, timeout_s)
 
+    def lose(self, generation: int, member: str, text: str, since: float) -> None:
+        """End a generation whose member, by its handle, sends nothing any more. Takes the lock itself.
+
+        since: when this member's silence began. The agreement counts it from then.
+        """
+        with self.changed:
+            if self.closed or generation != self.generation or self.has_reported:
+                return
+            assert self.negotiation is not None
+            rank = self.handles.index(member)
+            loss = rank, f"rank {rank} ({text})"
+            self.report(loss, self.join_timeout_s)
+            self.negotiation.note_silence(rank, since)
+            group = self.communicator.group if self.formed else None
+        if group is not None:
+            group.lose(*loss)  # the training thread may wait for that member
+
     # --- from one generation to the next ---
 
     def follow(self, decision: Decision) -> None:
