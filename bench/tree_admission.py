@@ -31,7 +31,6 @@ import numpy as np
 
 from netfold._native import protocol
 from netfold.communicator.switch_tree import PathToRoot, trees_of
-from netfold.switch.control_io import read
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.open_files import allow_open_files
 
@@ -164,8 +163,12 @@ class Worker:
         await writer.drain()
 
     @staticmethod
-    async def _receive(reader: asyncio.StreamReader, kind: str) -> dict[str, Any]:
-        while (message := await read(reader))["type"] != kind:
+    async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
+        length = control_messages.length_of(await reader.readexactly(4))
+        return control_messages.decode(await reader.readexactly(length))
+
+    async def _receive(self, reader: asyncio.StreamReader, kind: str) -> dict[str, Any]:
+        while (message := await self._read(reader))["type"] != kind:
             if message["type"] == "refused":
                 raise SystemExit(f"refused: {message['reason']}")
         return message

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from netfold.switch.certificate import server_context
-from netfold.switch.control_io import abort, read, send
+from netfold.switch.control_io import PacedReader, abort, send
 
 MESSAGE = {"type": "stragglers", "serial": 1, "ranks": [0]}
 
@@ -42,7 +42,7 @@ def test_a_reply_to_an_ended_connection_is_dropped(end: Callable[[asyncio.Stream
         address = server.sockets[0].getsockname()
         reader, writer = await asyncio.open_connection(*address, ssl=client if secure else None)
         if end is not abort:  # which drops unsent messages
-            assert await read(reader) == MESSAGE
+            assert await PacedReader(reader, asyncio.Lock()).read() == MESSAGE
         assert await asyncio.wait_for(sent, 20) == (True, False)
         abort(writer)
         server.close()

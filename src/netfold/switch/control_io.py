@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 
 from netfold.switch_protocol import control_messages
 
@@ -16,9 +17,39 @@ KEEPALIVE_S = 18
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 
 
-async def read(reader: asyncio.StreamReader) -> control_messages.Message:
-    """Read one message. Raises asyncio.IncompleteReadError at the end, OSError, ProtocolError."""
-    return control_messages.decode(await reader.readexactly(control_messages.length_of(await reader.readexactly(4))))
+class PacedReader:
+    """Reads the messages of one peer: BURST at once, then RATE_PER_S, and one in an iteration of the event loop.
+
+    A worker sends five messages a second at most. Whatever a peer sends, the other peers of the switch get their turn;
+    its further messages wait in the buffers of its connection. A message counts once, and once more for each KiB.
+
+    gate: shared by the peers. One of them decodes a long message in an iteration of the event loop: that takes 2 ms.
+    """
+
+    BURST = 128
+    RATE_PER_S = 32.0
+    LONG_BYTES = 2048
+
+    def __init__(self, reader: asyncio.StreamReader, gate: asyncio.Lock) -> None:
+        self._reader, self._gate = reader, gate
+        self._left, self._refilled_s = float(self.BURST), time.monotonic()
+
+    async def read(self) -> control_messages.Message:
+        """Read one message. Raises asyncio.IncompleteReadError at the end, OSError, ProtocolError."""
+        length = control_messages.length_of(await self._reader.readexactly(4))
+        body = await self._reader.readexactly(length)
+        now = time.monotonic()
+        self._left = min(self.BURST, self._left + (now - self._refilled_s) * self.RATE_PER_S)
+        self._refilled_s = now
+        self._left -= 1 + length / 1024
+        # Where a message is in the buffer, `readexactly` returns without letting another task run.
+        await asyncio.sleep(max(0.0, -self._left / self.RATE_PER_S))
+        if length < self.LONG_BYTES:
+            return control_messages.decode(body)
+        async with self._gate:
+            message = control_messages.decode(body)
+            await asyncio.sleep(0)
+            return message
 
 
 async def send(writer: asyncio.StreamWriter, message: control_messages.Message) -> bool:

@@ -9,7 +9,7 @@ import logging
 from netfold.switch.acceptor import Connection
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.bmv2 import Bmv2
-from netfold.switch.control_io import TIMEOUTS, read, send
+from netfold.switch.control_io import TIMEOUTS, PacedReader, send
 from netfold.switch.echo import open_echo
 from netfold.switch.job import MAX_REASON, Departure, Job, Member, RefusedError, labelled, record_left
 from netfold.switch.job_lifecycle import JobLifecycle
@@ -43,6 +43,7 @@ class ControlSessions:
         self._buffer = buffer
         self.listens = listens
         self._pipeline = pipeline
+        self._gate = asyncio.Lock()
 
     async def serve(self, connection: Connection) -> None:
         """Serve a connection to its end; a refusal is counted, logged and sent."""
@@ -60,7 +61,8 @@ class ControlSessions:
             event(logging.WARNING, "unauthenticated", what, peer=address)
 
     async def _serve(self, connection: Connection) -> None:
-        first = await read(connection.reader)
+        reader = PacedReader(connection.reader, self._gate)
+        first = await reader.read()
         # The version comes before the type: another version may not have this type.
         check_version(first)
         if first["type"] == "path":
@@ -71,7 +73,7 @@ class ControlSessions:
         else:
             joined = self._join(connection, first)
             del first  # as long as the job's tree: 30 KB for each of 256 workers
-            await self._serve_member(connection, *joined)
+            await self._serve_member(connection, reader, *joined)
 
     async def _serve_quota(self, connection: Connection, message: control_messages.Message) -> None:
         """Answer what the asking tenant could have at this moment; nothing is reserved."""
@@ -122,13 +124,13 @@ class ControlSessions:
         if job.link is not None:
             job.parent_task = self._jobs.spawn(TreeSession(job, job.link, self._jobs, self.listens).run())
 
-    async def _serve_member(self, connection: Connection, job: Job, member: Member) -> None:
+    async def _serve_member(self, connection: Connection, reader: PacedReader, job: Job, member: Member) -> None:
         """Tell the member that it is admitted and handle its messages until it leaves."""
         reason = "its connection was lost"
         leave: control_messages.Message = {}
         try:
             await send(connection.writer, self._admitted(job, member))
-            while (message := await read(connection.reader))["type"] != "leave":
+            while (message := await reader.read())["type"] != "leave":
                 await self._handle(job, member, message)
             leave = message
             reason = str(leave.get("reason", ""))[:MAX_REASON] or "it left"

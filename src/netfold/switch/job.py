@@ -113,6 +113,7 @@ class Job:
     # None: the neighbour does not know.
     pending_queries: dict[int, asyncio.Future[list[int] | None]] = field(default_factory=dict)
     shared_queries: dict[Any, tuple[float, asyncio.Future[list[int] | None]]] = field(default_factory=dict)
+    lookup: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of a chunk in the data plane
     started: bool = False
     epoch: int = 0
     memory_bytes: int = 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from netfold.switch.bmv2 import Bmv2
-from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, send_encoded, send_nowait
+from netfold.switch.control_io import TIMEOUTS, PacedReader, enable_keepalive, send, send_encoded, send_nowait
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.control_messages import ReplyError
 from netfold.switch_protocol.data_path import open_path
@@ -104,12 +104,12 @@ class Stream:
     """A control connection to the parent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> None:
-        self._reader, self._writer, self._token = reader, writer, token
+        self._reader, self._writer, self._token = PacedReader(reader, asyncio.Lock()), writer, token
         self.pinned = writer.get_extra_info("ssl_object") is not None  # the parent proved its fingerprint
 
     async def read(self) -> control_messages.Message:
         """Read one message. Raises EOFError, OSError or ProtocolError where there is none."""
-        return await read(self._reader)
+        return await self._reader.read()
 
     async def expect(self, kind: str, seconds: float) -> control_messages.Message:
         """Read the reply of type `kind` to a first message.

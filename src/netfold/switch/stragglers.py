@@ -31,11 +31,16 @@ _TURN_S = 0.02
 
 
 def accept_reply(job: Job, sender: Member | Link, message: control_messages.Message) -> bool:
-    """Return whether `message` is a reply to a query of this switch; hand the reply to that query."""
+    """Return whether `message` is a reply to a query of this switch; hand the reply to that query.
+
+    Raises ProtocolError for a reply where `sender` has been asked nothing.
+    """
     ranks, serial = message.get("ranks"), message.get("serial")
     if not isinstance(ranks, list) or not isinstance(serial, int):
         return False
-    sender.asked = max(0, sender.asked - 1)
+    if sender.asked == 0:
+        raise control_messages.ProtocolError("a reply that nobody asked for")
+    sender.asked -= 1
     reply = job.pending_queries.get(serial)
     if reply is not None and not reply.done():
         known = [rank for rank in ranks[: job.position.workers] if type(rank) is int and rank >= 0]
@@ -97,8 +102,10 @@ async def _missing(job: Job, chunk: int) -> list[int] | None:
             return job.missing(chunk)
         except PipelineError:
             return None
-    # Waits for one iteration of the data-plane thread, which must not block the daemon's loop.
-    return await asyncio.to_thread(job.missing, chunk)
+    # Waits for one iteration of the data-plane thread, which must not block the daemon's loop. One at a time: a job's
+    # queries must not fill the threads that the status and other jobs' queries use.
+    async with job.lookup:
+        return await asyncio.to_thread(job.missing, chunk)
 
 
 async def _query(job: Job, other: Member | Link, chunk: int) -> list[int] | None:
