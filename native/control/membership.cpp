@@ -1,3 +1,4 @@
+#include <netfold/auth/hmac.hpp>
 #include <netfold/control/membership.hpp>
 #include <netfold/control/path_probe.hpp>
 #include <netfold/control/switch_watch.hpp>
@@ -9,6 +10,7 @@
 #include <cctype>
 #include <charconv>
 #include <map>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -150,10 +152,17 @@ std::size_t probe_path(UdpSocket& port, transport::Datagrams::Peer to, const Adm
                   (error.empty() ? "" : " (the last packet did not leave: " + error + ")"));
 }
 
-// The first message of a connection: with the version, and the token if there is one.
+// As credential_of in netfold/switch_protocol/control_messages.py: of use at the switch with this certificate alone.
+Value::Bytes credential_of(const std::string& token, const std::string& fingerprint) {
+  const std::string data = "netfold switch credential " + fingerprint;
+  const auth::Secret credential = auth::hmac(std::as_bytes(std::span(token)), std::as_bytes(std::span(data)));
+  return {credential.begin(), credential.end()};
+}
+
+// The first message of a connection: with the version, and a credential if there is a token.
 Value::Map first_message(const char* type, const JoinRequest& request) {
   Value::Map message{{"version", kControlProtocolVersion}, {"type", type}};
-  if (!request.token.empty()) message.emplace_back("token", request.token);
+  if (!request.token.empty()) message.emplace_back("credential", credential_of(request.token, request.to.fingerprint));
   return message;
 }
 
@@ -176,8 +185,8 @@ auto explained(const JoinRequest& request, Ask ask) {
   if (!is_pinned && !request.token.empty()) {
     throw std::runtime_error(
         name +
-        ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: any process that answers "
-        "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it "
+        ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: no certificate proves which "
+        "switch answers there. Set NETFOLD_SWITCH to all of what the switch says when it "
         "starts, host:port#fingerprint");
   }
   const std::string missing = is_pinned ? auth::unavailable_reason() + tls_unavailable_reason() : "";

@@ -131,7 +131,7 @@ def let_in_by_switch(end: tuple[str, int], draw: random.Random) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     said = {"type": "join", "version": VERSION, "job": draw.randbytes(8).hex(), "name": "", "rank": 0, "ranks": [0]}
-    said |= {"port": 9, "token": draw.randbytes(32).hex(), "timeout_s": 1.0}
+    said |= {"port": 9, "credential": draw.randbytes(32), "timeout_s": 1.0}
     body = msgpack.packb(said)
     with socket.create_connection(end, timeout=1) as plain, context.wrap_socket(plain) as stream:
         stream.sendall(struct.pack(">I", len(body)) + body)

@@ -11,7 +11,9 @@ import struct
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgpack
 import numpy as np
@@ -21,6 +23,9 @@ from ranks import RunningSwitch, run_command, run_threads, running_switch, value
 
 from netfold import Communicator, FileStore, Options
 from netfold.switch import Switch
+from netfold.switch.control_io import PacedReader
+from netfold.switch.job_lifecycle import JobLifecycle
+from netfold.switch.stragglers import MAX_QUERIES
 from netfold.switch_protocol import control_messages
 
 
@@ -382,20 +387,27 @@ def test_a_window_beyond_every_buffer_is_cut_to_what_the_kernel_grants() -> None
         assert values(run_threads(join, 2)) == [3.0, 3.0]
 
 
-def test_more_open_queries_than_the_bound_end_the_membership() -> None:
-    """Each query costs an iteration of the data-plane thread, so no member may have thousands of them open."""
+def test_a_members_messages_are_answered_at_a_bounded_rate() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         stream.settimeout(seconds(5))
-        stream.sendall(control_messages.encode(JOIN))
+        stream.sendall(control_messages.encode({**JOIN, "timeout_s": 300.0}))
         assert control_messages.receive(stream)["type"] == "admitted"
-        for serial in range(20):  # one after another, any number is allowed
-            stream.sendall(control_messages.encode({"type": "stragglers", "chunk": 0, "serial": serial}))
-            assert control_messages.receive(stream) == {"type": "stragglers", "serial": serial, "ranks": []}
+        began = time.monotonic()
+        count = 2 * PacedReader.BURST
+        for serial in range(count):
             stream.sendall(control_messages.encode({"type": "alive", "serial": serial}))
+        for serial in range(count):
             assert control_messages.receive(stream) == {"type": "alive", "serial": serial}
-        stream.sendall(control_messages.encode({"type": "stragglers", "chunk": 0, "serial": 1}) * 1000)
-        switch.wait_for(r"broke the control protocol: more than 8 questions at once")
+        assert time.monotonic() - began > (count - PacedReader.BURST) / PacedReader.RATE_PER_S - 0.1
         serves(switch)
+
+
+def test_more_open_queries_than_the_bound_end_the_membership() -> None:
+    """Each query costs an iteration of the data-plane thread, and stays open while a neighbour in the tree is asked."""
+    sender: Any = SimpleNamespace(open_queries=MAX_QUERIES, asked=0)
+    lifecycle = JobLifecycle.__new__(JobLifecycle)
+    with pytest.raises(control_messages.ProtocolError, match="more than 8 questions at once"):
+        lifecycle.handle_stragglers(mock.Mock(), sender, {"type": "stragglers", "chunk": 0, "serial": 1})
 
 
 def test_ranks_with_different_sizes_for_one_job_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a tenant with a token can do to the other tenants of its switch, at worst."""
+"""The worst effect of a tenant with a token on the other tenants of its switch."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import os
 import re
 import socket
@@ -13,17 +16,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from load import seconds
 from ranks import Outcome, RunningSwitch, private, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
+from netfold._native_dev import control
+from netfold.communicator.switch_tree import query_path_to_root
 from netfold.switch import Switch, Tokens
 from netfold.switch.certificate import server_context
 from netfold.switch.daemon import AUTHENTICATION_TIMEOUT_S
 from netfold.switch.log import RateLimit
+from netfold.switch.parent import Parent
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 
 JOIN_S = 30.0
@@ -146,7 +154,7 @@ def test_a_token_is_not_sent_without_a_fingerprint(switch: RunningSwitch, tmp_pa
     received: list[bytes] = []
     endpoint = eavesdropper(None, received)
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))
-    refused(outcomes, "has no fingerprint: any process that answers there would get the token", "host:port#")
+    refused(outcomes, "has no fingerprint: no certificate proves which switch answers there", "host:port#")
     assert received == []
 
 
@@ -183,6 +191,12 @@ def test_an_invalid_token_file_is_named_and_not_quoted(
     assert VISION not in "".join(outcome.text for outcome in outcomes)
 
 
+def credential_at(switch: RunningSwitch, token: object) -> object:
+    """The credential of a worker with this token; anything that is no text goes as it is."""
+    fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint").fingerprint or ""
+    return control_messages.credential_of(token, fingerprint) if isinstance(token, str) else token
+
+
 def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
     """Send a join by hand, over TLS."""
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
@@ -196,7 +210,7 @@ def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
         "rank": 0,
         "ranks": [0, 1],
     }
-    control_messages.send(stream, {**message, "port": 9, "token": token, **words})
+    control_messages.send(stream, {**message, "port": 9, "credential": credential_at(switch, token), **words})
     return stream
 
 
@@ -213,9 +227,9 @@ def test_another_tenant_cannot_join_a_job_by_its_name(switch: RunningSwitch) -> 
         stream.close()
 
 
-def test_a_token_that_is_no_text_is_refused_like_a_missing_one(switch: RunningSwitch) -> None:
-    for token in (7, None, [VISION], b"\xff" * 40):
-        answer = control_messages.receive(join(switch, token))  # type: ignore[arg-type]
+def test_a_credential_that_is_no_bytes_is_refused_like_a_missing_one(switch: RunningSwitch) -> None:
+    for credential in (7, None, [VISION], VISION):
+        answer = control_messages.receive(join(switch, VISION, credential=credential))
         assert answer["type"] == "refused"
         assert "none came" in answer["reason"]
 
@@ -235,7 +249,7 @@ def test_the_network_sees_neither_token_nor_job_name(switch: RunningSwitch, tmp_
         "rank": 0,
         "ranks": [0],
     }
-    control_messages.send(stream, {**join_message, "port": 9, "token": VISION})
+    control_messages.send(stream, {**join_message, "port": 9, "credential": credential_at(switch, VISION)})
     assert control_messages.receive(stream)["type"] == "admitted"
     stream.close()
     assert received
@@ -373,7 +387,9 @@ def test_an_open_switch_logs_that_it_is_open() -> None:
 
 def test_a_tenant_has_the_bounds_of_its_line(tokens: str) -> None:
     found = Tokens.read(Path(tokens))
-    vision, speech = found.find(VISION), found.find(SPEECH)
+    fingerprint = "0" * 64
+    credentials = found.credentials(fingerprint)
+    vision, speech = (credentials.find(control_messages.credential_of(each, fingerprint)) for each in (VISION, SPEECH))
     assert vision is not None and speech is not None
     assert (vision.name, vision.weight, vision.slots, vision.memory_bytes) == ("vision", 1, None, None)
     assert (speech.name, speech.weight) == ("speech", 2)
@@ -384,7 +400,7 @@ def test_a_tenant_has_the_bounds_of_its_line(tokens: str) -> None:
         False,
     ]
     assert speech.allows_job_name("")
-    assert found.find(VISION[:-1]) is None
+    assert credentials.find(control_messages.credential_of(VISION[:-1] + "2", fingerprint)) is None
     assert VISION not in repr(vars(found))
 
 
@@ -478,3 +494,68 @@ def test_another_certificate_gives_no_connection() -> None:
     host, port, _ = control_messages.parse_switch(tls_server(lambda inside: None), what="endpoint")
     with socket.create_connection((host, port), 5) as stream, pytest.raises(FingerprintError, match="0" * 64):
         PinnedStream(stream, "0" * 64)
+
+
+@contextlib.contextmanager
+def fake_switch() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A fake that answers `path` as a switch does, with a certificate of its own: its address and what it received."""
+    context, fingerprint = server_context(None)
+    received: list[dict[str, Any]] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with context.wrap_socket(server.accept()[0], server_side=True) as stream:
+                        received.append(control_messages.receive(stream))
+                        path = {"version": control_messages.VERSION, "switches": [[77, ""]], "error": ""}
+                        control_messages.send(stream, {"type": "path", **path})
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}#{fingerprint}", received
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(seconds(10))
+
+
+def _ask_in_python(endpoint: str, token_file: str, rank: int) -> None:
+    query_path_to_root(SwitchAccess(endpoint, token_file, rank, (0, 1)), 10.0)
+
+
+def _ask_natively(endpoint: str, token_file: str, rank: int) -> None:
+    fields = {"job": "0" * 16, "rank": rank, "ranks": [0, 1], "window_bytes": 1 << 20, "security": "none"}
+    tree = msgpack.packb(None)
+    control.query_path_to_root(endpoint=endpoint, token_file=token_file, timeout_s=10.0, tree=tree, **fields)
+
+
+def _ask_as_a_leaf(endpoint: str, token_file: str, rank: int) -> None:
+    asyncio.run(Parent(endpoint, Path(token_file)).path([rank]))
+
+
+@pytest.mark.parametrize("ask", [_ask_in_python, _ask_natively, _ask_as_a_leaf])
+def test_a_fake_switch_gets_nothing_with_which_it_could_join_another(
+    switch: RunningSwitch, tmp_path: Path, ask: Callable[[str, str, int], None]
+) -> None:
+    token_file = private(tmp_path / "token", VISION + "\n")
+    with fake_switch() as (endpoint, received):
+        ask(endpoint, token_file, 0)
+    (message,) = received
+    assert VISION.encode() not in msgpack.packb(message)
+    # The fake switch sends the worker's words to the one that the user named.
+    answer = control_messages.receive(join(switch, VISION, credential=message["credential"]))
+    assert (answer["type"], "does not know the token" in answer["reason"]) == ("refused", True)
+    # The test itself: the same words are right at a switch with this certificate.
+    assert message["credential"] == credential_at(dataclasses.replace(switch, endpoint=endpoint), VISION)
+
+
+def test_when_a_leaf_dies_its_fake_parent_gets_no_token(tokens: str, tmp_path: Path) -> None:
+    token_file = private(tmp_path / "token", VISION + "\n")
+    with fake_switch() as (endpoint, received):
+        with running_switch("--token-file", tokens, "--parent", endpoint) as leaf:
+            _ask_in_python(leaf.endpoint, token_file, 0)
+            asked = len(received)
+            assert asked and all("credential" not in message for message in received), "the leaf has no token for it"
+        _ask_in_python(leaf.endpoint, token_file, 0)
+    assert len(received) > asked, "the worker asked the parent that the leaf had named"
+    assert VISION.encode() not in msgpack.packb(received)
+    assert received[-1]["credential"] != credential_at(leaf, VISION)

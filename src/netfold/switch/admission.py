@@ -21,7 +21,7 @@ from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.parent import Link, Parent
-from netfold.switch.tokens import Tenant, Tokens
+from netfold.switch.tokens import Credentials, Tenant
 from netfold.switch.tree import TreePosition, position_without_tree, tree_position
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
@@ -137,7 +137,7 @@ def check_version(message: control_messages.Message) -> None:
 class Admission:
     """Decide which worker may join which job, and open jobs.
 
-    tokens: None where every peer may join.
+    credentials: of the tenants; None where every peer may join.
     parent: reduces further for jobs with workers beyond this switch.
     fabrics: providers over which packets may come, beside UDP.
     tagged: whether data packets carry a MAC.
@@ -150,7 +150,7 @@ class Admission:
         self,
         ledger: Ledger,
         incarnation: int,
-        tokens: Tokens | None,
+        credentials: Credentials | None,
         parent: Parent | None,
         fabrics: Fabrics,
         *,
@@ -160,7 +160,7 @@ class Admission:
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
-        self._tokens = tokens
+        self._credentials = credentials
         self._parent = parent
         self._fabrics = fabrics
         self._tagged = tagged
@@ -168,13 +168,13 @@ class Admission:
         self._listens_everywhere = _is_unspecified(host)
 
     def tenant(self, message: control_messages.Message) -> Tenant:
-        """Return the tenant whose token a message of any type carries. Raises RefusedError for an unknown token."""
-        if self._tokens is None:
+        """Return the tenant whose credential a message of any type carries. Raises RefusedError for an unknown one."""
+        if self._credentials is None:
             return DEFAULT_TENANT
-        token = message.get("token")
-        if not isinstance(token, str):
+        credential = message.get("credential")
+        if not isinstance(credential, bytes):
             raise RefusedError("token", "this switch requires a token, and none came: set NETFOLD_TOKEN_FILE")
-        tenant = self._tokens.find(token)
+        tenant = self._credentials.find(credential)
         if tenant is None:
             raise RefusedError("token", "this switch does not know the token of NETFOLD_TOKEN_FILE")
         return tenant

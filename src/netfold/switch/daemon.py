@@ -102,8 +102,10 @@ class Switch:
             )
         context: ssl.SSLContext | None = None
         self.fingerprint: str | None = None
+        credentials = None
         if tokens is not None:
             context, self.fingerprint = server_context(state_dir)
+            credentials = tokens.credentials(self.fingerprint)
         # Whether data packets carry a MAC.
         self.authenticated = tokens is not None
         self._fabrics = Fabrics(fabrics, host)
@@ -121,7 +123,7 @@ class Switch:
         admission = Admission(
             self._ledger,
             self.incarnation,
-            tokens,
+            credentials,
             parent,
             self._fabrics,
             tagged=self.authenticated,

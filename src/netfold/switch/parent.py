@@ -42,15 +42,16 @@ class Parent:
         self.endpoint = control_messages.format_endpoint(self._address.host, self._address.port)
         # With the fingerprint: what a worker needs to join the parent.
         self.full_endpoint = text.strip()
-        self._token: str | None = None
+        self._credential: bytes | None = None
         if token_file is not None:
             if self._address.fingerprint is None:
                 raise ValueError(
-                    "--parent-token-file needs a fingerprint in --parent (host:port#fingerprint): without it any host "
-                    "that answers there gets the token"
+                    "--parent-token-file needs a fingerprint in --parent (host:port#fingerprint): without it no "
+                    "certificate proves which switch answers there"
                 )
-            self._token = control_messages.read_private(token_file).strip()
-            control_messages.check_token(self._token)
+            token = control_messages.read_private(token_file).strip()
+            control_messages.check_token(token)
+            self._credential = control_messages.credential_of(token, self._address.fingerprint)
         # Whether the parent speaks TLS: its packets then carry MACs.
         self.authenticated = self._address.fingerprint is not None
         # For operators: why the last request or join failed; "" where it succeeded.
@@ -93,7 +94,7 @@ class Parent:
                 writer.transport.abort()
                 raise self.error(f"is another switch: {error}") from None
         enable_keepalive(writer.get_extra_info("socket"))
-        return Stream(reader, writer, self._token)
+        return Stream(reader, writer, self._credential)
 
     def error(self, what: str, *, loop: bool = False) -> ParentError:
         self.last_error = f"the parent switch at {self.endpoint} {what}"
@@ -103,8 +104,8 @@ class Parent:
 class Stream:
     """A control connection to the parent."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> None:
-        self._reader, self._writer, self._token = PacedReader(reader, asyncio.Lock()), writer, token
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, credential: bytes | None) -> None:
+        self._reader, self._writer, self._credential = PacedReader(reader, asyncio.Lock()), writer, credential
         self.pinned = writer.get_extra_info("ssl_object") is not None  # the parent proved its fingerprint
 
     async def read(self) -> control_messages.Message:
@@ -127,8 +128,8 @@ class Stream:
             raise ReplyError(f"is no netfold switch, or it stopped: {error}{hint}") from None
 
     async def send_first(self, message: control_messages.Message) -> None:
-        """Send the first message of the connection: the version and the token are added."""
-        await self.send(control_messages.first_message(message, self._token))
+        """Send the first message of the connection: the version and the credential are added."""
+        await self.send(control_messages.first_message(message, self._credential))
 
     async def send(self, message: control_messages.Message) -> None:
         await send(self._writer, message)

@@ -12,7 +12,6 @@ slots, memory: bounds on all its jobs together (default: its quota).
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import hmac
 import re
 from dataclasses import dataclass
@@ -43,10 +42,10 @@ class Tenant:
 
 
 class Tokens:
-    """The tenants of a file, found by token. It keeps digests of tokens, never a token."""
+    """The tenants of a file. It keeps a key of each token, never a token."""
 
-    def __init__(self, tenants: dict[bytes, Tenant]) -> None:
-        self._tenants = tenants
+    def __init__(self, tenants: dict[str, Tenant]) -> None:
+        self._tenants = [(control_messages.credential_key(token), tenant) for token, tenant in tenants.items()]
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
@@ -54,7 +53,7 @@ class Tokens:
 
         Raises ValueError with file and line where it is not private or malformed, OSError where it cannot be read.
         """
-        tenants: dict[bytes, Tenant] = {}
+        tenants: dict[str, Tenant] = {}
         for number, line in enumerate(control_messages.read_private(path).splitlines(), 1):
             words = line.partition("#")[0].split()
             if not words:
@@ -72,19 +71,31 @@ class Tokens:
 
     @property
     def tenants(self) -> list[Tenant]:
-        return list(self._tenants.values())
+        return [tenant for _, tenant in self._tenants]
 
-    def find(self, token: str) -> Tenant | None:
-        """Find the tenant of `token` in constant time: a nearly right token takes as long as any other."""
-        digest = hashlib.sha256(token.encode()).digest()
+    def credentials(self, fingerprint: str) -> Credentials:
+        """The credentials of peers with these tokens at the switch whose certificate has this fingerprint."""
+        return Credentials(
+            [(control_messages.credential_by(key, fingerprint), tenant) for key, tenant in self._tenants]
+        )
+
+
+class Credentials:
+    """The tenants of one switch, found by credential (`control_messages.credential_of`)."""
+
+    def __init__(self, tenants: list[tuple[bytes, Tenant]]) -> None:
+        self._tenants = tenants
+
+    def find(self, credential: bytes) -> Tenant | None:
+        """Find the tenant in constant time: a nearly right credential takes as long as any other."""
         found = None
-        for known, tenant in self._tenants.items():
-            if hmac.compare_digest(known, digest):
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, credential):
                 found = tenant
         return found
 
 
-def _tenant(words: list[str]) -> tuple[bytes, Tenant]:
+def _tenant(words: list[str]) -> tuple[str, Tenant]:
     # An error never quotes a word of the line except names: any other word may be the token.
     if len(words) < 2 or not _TENANT.fullmatch(words[0]):
         raise ValueError("expected: tenant token [weight=] [names=] [slots=] [memory=]")
@@ -104,7 +115,7 @@ def _tenant(words: list[str]) -> tuple[bytes, Tenant]:
         slots=_positive("slots", bounds["slots"]) if "slots" in bounds else None,
         memory_bytes=_positive("memory", bounds["memory"]) if "memory" in bounds else None,
     )
-    return hashlib.sha256(words[1].encode()).digest(), tenant
+    return words[1], tenant
 
 
 def _positive(name: str, text: str) -> int:

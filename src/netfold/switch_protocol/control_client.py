@@ -37,18 +37,18 @@ class UnreachableError(Exception):
 class ControlClient:
     """One open control connection. One thread may receive while any number of threads send."""
 
-    def __init__(self, stream: socket.socket, endpoint: str, name: str, token: str | None) -> None:
+    def __init__(self, stream: socket.socket, endpoint: str, name: str, credential: bytes | None) -> None:
         """stream: connected and authenticated; owned from here on.
 
         endpoint: the switch's host:port, without the fingerprint.
         name: what error texts call the switch, with this rank.
-        token: sent with the first message, None where there is none.
+        credential: for this switch, sent with the first message; None where there is no token.
         """
         self.endpoint = endpoint
         self.name = name
         self.authenticated = isinstance(stream, PinnedStream)  # whether the switch proved its fingerprint
         self._stream = stream
-        self._token = token
+        self._credential = credential
         self._send_lock = threading.Lock()
 
     @property
@@ -64,8 +64,8 @@ class ControlClient:
             control_messages.send(self._stream, message)
 
     def send_first(self, message: Message) -> None:
-        """Send the first message of a connection: the version and the token are added."""
-        self.send(control_messages.first_message(message, self._token))
+        """Send the first message of a connection: the version and the credential are added."""
+        self.send(control_messages.first_message(message, self._credential))
 
     def set_blocking(self) -> None:
         """Let `receive` and `send` wait without a timeout from here on."""
@@ -119,7 +119,7 @@ class SwitchAccess:
     """All that a rank needs to reach a switch and join it, the first time and again after a loss."""
 
     endpoint: str  # of the rank's own switch, as NETFOLD_SWITCH names it
-    token_file: str | None  # sent only to a switch whose certificate has the fingerprint that the endpoint names
+    token_file: str | None  # from it a credential is made, for a switch with the fingerprint that the endpoint names
     rank: int
     workers: tuple[int, ...]  # the ranks that join, in worker order
     security: str = "none"
@@ -148,14 +148,14 @@ def connected(access: SwitchAccess, endpoint: str, timeout_s: float) -> Iterator
     host, port, fingerprint = parse_switch(endpoint, what="NETFOLD_SWITCH")
     address = format_endpoint(host, port)
     name = f"rank {access.rank}: the switch at {address} (NETFOLD_SWITCH)"
-    token = _read_token(name, access.token_file, fingerprint)
+    credential = _credential(name, access.token_file, fingerprint)
     if fingerprint is not None and auth.unavailable_reason():
         raise SwitchError(
             f"{name} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}. Without it "
             "only a switch with --open can be joined"
         )
     stream = _connect(name, host, port, address, timeout_s)
-    client = ControlClient(_authenticate(name, stream, fingerprint), address, name, token)
+    client = ControlClient(_authenticate(name, stream, fingerprint), address, name, credential)
     try:
         yield client
     except TimeoutError:
@@ -257,13 +257,13 @@ def _authenticate(name: str, stream: socket.socket, fingerprint: str | None) -> 
         ) from None
 
 
-def _read_token(name: str, token_file: str | None, fingerprint: str | None) -> str | None:
+def _credential(name: str, token_file: str | None, fingerprint: str | None) -> bytes | None:
     if token_file is None:
         return None
     if fingerprint is None:
         raise SwitchError(
-            f"{name}: NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: any process that answers "
-            "there would get the token. Set NETFOLD_SWITCH to all of what the switch says when it starts, "
+            f"{name}: NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: no certificate proves "
+            "which switch answers there. Set NETFOLD_SWITCH to all of what the switch says when it starts, "
             "host:port#fingerprint"
         )
     try:
@@ -272,4 +272,4 @@ def _read_token(name: str, token_file: str | None, fingerprint: str | None) -> s
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise SwitchError(f"{name}: NETFOLD_TOKEN_FILE={token_file}: {why}") from None
-    return token
+    return control_messages.credential_of(token, fingerprint)

@@ -50,8 +50,8 @@ changes. native/control speaks the protocol for workers without Python.
                        left      ranks, reason, fault                       (the connections of these ranks ended)
     worker -> switch   leave     reason, fault                              (the rank at fault, as far as known)
 
-`path`, `quota` and `join` carry a token where the switch wants one, inside TLS only. After a path or a quota the
-connection ends; where UDP is tested, the worker ends it.
+`path`, `quota` and `join` carry a `credential` where the switch wants a token, inside TLS only (`credential_of`). After
+a path or a quota the connection ends; where UDP is tested, the worker ends it.
 A switch's id is its incarnation. A leaf is a worker of its parent, with further fields and messages:
 
     leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
@@ -66,6 +66,7 @@ A switch's id is its incarnation. A leaf is a worker of its parent, with further
 
 from __future__ import annotations
 
+import hmac
 import io
 import ipaddress
 import os
@@ -82,7 +83,7 @@ import netfold
 
 # Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md. native/control has
 # the number too.
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 1 << 16
 # Most switches that a group uses side by side.
 MAX_SWITCHES = 8
@@ -176,9 +177,30 @@ def version_problem(message: Message, *, them: str, us: str) -> str:
     return f"{them} speaks control protocol {version}, {own}: upgrade netfold where {older} runs"
 
 
-def first_message(message: Message, token: str | None) -> Message:
-    """The first message of a connection to a switch: `message` with the version, and with the token if there is one."""
-    return {"version": VERSION, **message, **({} if token is None else {"token": token})}
+def credential_of(token: str, fingerprint: str) -> bytes:
+    """The proof that a peer of the switch with this certificate has `token`: HMAC-SHA256, 32 bytes.
+
+    A token never leaves its host. A credential is worth nothing at a switch with another certificate. So a switch that
+    a path to the root names, and that is not this operator's, learns nothing with which it could join elsewhere.
+    """
+    return credential_by(credential_key(token), fingerprint)
+
+
+def credential_key(token: str) -> hmac.HMAC:
+    """The part of a token that a switch keeps. Its text does not have the token."""
+    return hmac.new(token.encode(), b"netfold switch credential ", "sha256")
+
+
+def credential_by(key: hmac.HMAC, fingerprint: str) -> bytes:
+    """As `credential_of`, by what a switch keeps of the token."""
+    own = key.copy()
+    own.update(fingerprint.lower().encode())
+    return own.digest()
+
+
+def first_message(message: Message, credential: bytes | None) -> Message:
+    """The first message of a connection to a switch: `message` with the version, and a credential if there is one."""
+    return {"version": VERSION, **message, **({} if credential is None else {"credential": credential})}
 
 
 def check_reply(message: Message, kind: str, *, us: str, is_first: bool = True) -> None:

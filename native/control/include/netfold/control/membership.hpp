@@ -4,8 +4,8 @@
 // protocol, and a job may have ranks of both kinds.
 //
 // Always: nothing is sent to a switch whose certificate has another fingerprint than the address names;
-// a token leaves only inside TLS; no error has a token or key; every wait has a deadline, but for the resolver's of a
-// host name.
+// a token never leaves, and the credential that is made of it for one switch leaves only inside TLS; no error has a token
+// or key; every wait has a deadline, but for the resolver's of a host name.
 //
 //   .venv/bin/python -m pytest tests/control
 #pragma once
@@ -28,7 +28,7 @@
 namespace netfold::control {
 
 // VERSION of netfold/switch_protocol/control_messages.py.
-inline constexpr std::uint64_t kControlProtocolVersion = 9;
+inline constexpr std::uint64_t kControlProtocolVersion = 10;
 
 struct JoinRequest {
   SwitchAddress to;
