@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.communicator import Group
 from netfold.communicator.group import DTYPES, REDUCE_OPS
 from netfold.torch.forwarding import seconds_of
+from netfold.torch.memory import check, outgoing, writing_back
 
 Tensor = torch.Tensor
 
@@ -86,39 +86,39 @@ class Prepared:
 def copy_call(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int = 0) -> Prepared:
     """A call that moves bytes unchanged. It carries the dtype, so that ranks with different dtypes get an error."""
     for tensor in (*inputs, *outputs):
-        _check(tensor)
-    staged = [_contiguous(tensor) for tensor in outputs]
+        check(tensor)
+    staged = [outgoing(tensor) for tensor in outputs]
     tensors = inputs or outputs
     return Prepared(
         kind,
         dtype=DTYPE_NAMES.get(tensors[0].dtype, "u8") if tensors else "u8",
         root=root,
-        inputs=[_contiguous(tensor) for tensor in inputs],
+        inputs=[outgoing(tensor) for tensor in inputs],
         outputs=staged,
-        finish=_copy_back(outputs, staged),
+        finish=writing_back(zip(outputs, staged, strict=True)),
     )
 
 
 def reduction_call(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_here: bool = True) -> Prepared:
     """all_reduce and reduce, in place. result_here: this rank's tensor takes the result."""
     reduction = reduction_of(op)
-    real = _real(tensor, reduction)
-    staged = _scaled(real, reduction)
+    staged = _scaled(tensor, reduction)
+    real = _real(staged, reduction)
     return Prepared(
         kind,
         dtype=_dtype(real, reduction),
         reduce=_name(real, reduction),
         average=reduction.average,
         root=root,
-        outputs=[staged],
-        finish=_copy_back([real], [staged]) if result_here else None,
+        outputs=[real],
+        finish=writing_back([(tensor, staged)]) if result_here else None,
     )
 
 
 def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) -> Prepared:
     """parts: one a rank, each of the size of that rank's output."""
     reduction = reduction_of(op)
-    real = _real(output, reduction)
+    check(output)
     if parts[rank].numel() != output.numel():
         raise ValueError(
             f"reduce_scatter: this rank's input has {parts[rank].numel()} elements, its output {output.numel()}"
@@ -126,15 +126,16 @@ def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) 
     for part in parts:
         if part.dtype != output.dtype:
             raise ValueError(f"reduce_scatter: inputs are {part.dtype}, the output {output.dtype}")
-    staged = _contiguous(real)
+    staged = outgoing(output)
+    real = _real(staged, reduction)
     return Prepared(
         "reduce_scatter",
         dtype=_dtype(real, reduction),
         reduce=_name(real, reduction),
         average=reduction.average,
-        inputs=[_scaled(_real(part, reduction), reduction) for part in parts],
-        outputs=[staged],
-        finish=_copy_back([real], [staged]),
+        inputs=[_real(_scaled(part, reduction), reduction) for part in parts],
+        outputs=[real],
+        finish=writing_back([(output, staged)]),
     )
 
 
@@ -194,69 +195,30 @@ def timeout_of(opts: Any) -> float | None:
     return seconds_of(getattr(opts, "timeout", None))
 
 
-def with_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor; wait for one that a functional collective returned.
-
-    ValueError for a tensor with elements but no memory: the core would read at address 0.
-    """
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.wait()
-    if tensor.data_ptr() == 0 and tensor.numel():
-        raise ValueError(
-            f"netfold takes tensors with memory of their own; this {type(tensor).__name__} of {list(tensor.shape)} has "
-            "none: it may be a fake tensor, a DTensor (pass its to_local()), or its storage was freed"
-        )
-    return tensor
-
-
-def _check(tensor: Tensor) -> None:
-    if not tensor.is_cpu and not tensor.is_cuda:
-        raise ValueError(f"netfold takes CPU tensors and those of CUDA devices, this one is on {tensor.device}")
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"netfold takes dense tensors for this operation, this one is {tensor.layout}")
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor if its memory holds its values in order, with no conjugation or negation pending; else a
-    copy."""
-    return with_memory(tensor).resolve_conj().resolve_neg().contiguous()
-
-
-def _copy_back(tensors: Sequence[Tensor], staged: Sequence[Tensor]) -> Callable[[], None] | None:
-    moved = [(tensor, copy) for tensor, copy in zip(tensors, staged, strict=True) if copy is not tensor]
-    if not moved:
-        return None
-
-    def finish() -> None:
-        with torch.no_grad():  # the tensor may be a leaf that requires grad
-            for tensor, copy in moved:
-                tensor.copy_(copy)
-
-    return finish
-
-
-def _real(tensor: Tensor, reduction: Reduction) -> Tensor:
+def _real(staged: Tensor, reduction: Reduction) -> Tensor:
     """View complex numbers as pairs of real ones, which add independently."""
-    _check(tensor)
-    if not tensor.is_complex():
-        return tensor
+    if not staged.is_complex():
+        return staged
     if reduction.name != "sum":
-        raise ValueError(f"{reduction.name} is not defined for {tensor.dtype}")
-    return torch.view_as_real(tensor.detach())
+        raise ValueError(f"{reduction.name} is not defined for {staged.dtype}")
+    return torch.view_as_real(staged.detach())
 
 
 def _scaled(tensor: Tensor, reduction: Reduction) -> Tensor:
+    """The memory of this rank's input, multiplied by the reduction's factor."""
+    check(tensor)
+    staged = outgoing(tensor)
     if reduction.factor is None:
-        return _contiguous(tensor)
-    if not tensor.is_floating_point():
+        return staged
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"premul_sum takes floating-point tensors, not {tensor.dtype}")
     factor = reduction.factor
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1:
             raise ValueError(f"premul_sum takes one factor a rank, not {factor.numel()}")
         factor = factor.item()
-    scaled: Tensor = with_memory(tensor).detach() * factor
-    return scaled.contiguous()
+    scaled: Tensor = staged.detach() * factor
+    return scaled
 
 
 def _name(tensor: Tensor, reduction: Reduction) -> str:

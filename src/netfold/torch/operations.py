@@ -31,6 +31,7 @@ from netfold.torch.calls import Prepared, copy_call
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.driver import DeviceDriver
 from netfold.torch.device.work import CoalescedWork, DeviceWork
+from netfold.torch.memory import is_plain
 from netfold.torch.transfers import Transfers
 from netfold.torch.work import CompletedWork, NetfoldWork
 from netfold.torch.work import Work as HostWork
@@ -142,9 +143,8 @@ class Operations:
             or not tensor.is_cpu
             or (self.devices is not None and self.devices.device_api.holds(tensor))
             or tensor.layout is not torch.strided
-            or not tensor.is_contiguous()
+            or not is_plain(tensor)
             or not tensor.data_ptr()
-            or tensor.is_neg()
             or self._coalesced.works is not None
             or _profiling()
         ):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from netfold.torch import calls
+from netfold.torch.memory import writable, write
 
 if TYPE_CHECKING:
     from netfold.torch.operations import Operations, Work
@@ -24,11 +25,12 @@ def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
     reduction = calls.reduction_of(opts.reduceOp)
     if reduction.name != "sum":
         raise ValueError(f"all_reduce of sparse tensors takes SUM and AVG, not {reduction.name}")
-    own = tensor.detach().coalesce()
-    if reduction.factor is not None:
-        own = own * reduction.factor
+    with writable():  # torch cannot coalesce an inference tensor outside of it
+        own = tensor.detach().coalesce()
+        if reduction.factor is not None:
+            own = own * reduction.factor
     size = group.netfold.size
-    shape = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape], dtype=torch.int64)
+    shape = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape], dtype=torch.int64, device="cpu")
     shapes = [torch.empty_like(shape) for _ in range(size)]
     group.wait_for(calls.copy_call("all_gather", [shape], shapes), opts)
     for rank, of_rank in enumerate(shapes):
@@ -47,8 +49,7 @@ def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
 
     def add_up() -> None:
         total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False)
-        with torch.no_grad():
-            tensor.copy_(total.coalesce() / size if reduction.average else total.coalesce())
+        write(tensor, total.coalesce() / size if reduction.average else total.coalesce())
 
     if group.devices is not None and group._on_device(values):
         # Add up in the caller's stream: the allocator returns memory to the stream that allocated it.

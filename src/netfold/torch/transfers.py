@@ -15,9 +15,10 @@ import torch
 
 from netfold.communicator import Group
 from netfold.communicator.group import DTYPES, KINDS
-from netfold.torch.calls import DTYPE_CODES, with_memory
+from netfold.torch.calls import DTYPE_CODES
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.transfers import DeviceTransfers, SendWork
+from netfold.torch.memory import outgoing, writing_back
 from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
@@ -49,15 +50,14 @@ class Transfers:
             return self._device.receive(tensor, peer, tag)
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             raise ValueError(f"{kind}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}")
-        staged = with_memory(tensor).contiguous()
+        staged = outgoing(tensor)
         if kind == "send" and self._device is not None:
             queued = self._device.send_queued(tensor, staged, peer, tag)
             if queued is not None:
                 return queued
         operation = self.start(KINDS[kind], tensor, staged, peer, tag)
-        if kind == "receive" and staged.data_ptr() != tensor.data_ptr():
-            # The copy back runs on completion, as for collectives.
-            finish = lambda: tensor.copy_(staged)
+        finish = writing_back([(tensor, staged)]) if kind == "receive" else None
+        if finish is not None:
             return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
         if not operation.done:
             self.hold(operation, staged)

@@ -40,6 +40,7 @@ from fake_driver import FakeDriver, view_of
 from load import seconds
 
 from netfold.torch.device.cuda import wait_for_all
+from netfold.torch.memory import writable
 
 # What a kernel returns that cannot end yet.
 WAITS = object()
@@ -453,7 +454,7 @@ class FakeLayer:
 
     def _launch(self, stream: FakeStream, work: Callable[[], Any]) -> None:
         def run() -> None:
-            with self.using(stream), torch.no_grad():
+            with self.using(stream), writable():
                 work()
 
         stream.give(run)

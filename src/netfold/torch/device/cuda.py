@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch.device import cuda_driver
 from netfold.torch.device.device_api import DeviceApi, Gate, NcclGroup
+from netfold.torch.memory import writable
 
 log = logging.getLogger("netfold")
 
@@ -92,18 +93,18 @@ class CudaApi:
         return stream
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.stream(stream), writable():
             work()
 
     def copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.stream(stream), writable():
             to.copy_(source, non_blocking=True)
 
     def native_driver(self, device: torch.device) -> Any:
         return cuda_driver.native_driver(_index(device))
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, memory: Tensor) -> bool:
         # torch's copies need only the registration: they ask the driver what kind of memory an address is in.

@@ -107,7 +107,7 @@ class TransferMemory:
             if fits:
                 self._left -= nbytes
         if not fits:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         try:
             memory = self._device_api.pinned(nbytes)
         except RuntimeError as error:
@@ -115,7 +115,7 @@ class TransferMemory:
             if not self._refused:
                 self._refused = True
                 log.warning("messages go through ordinary memory: the host pins no %d bytes: %s", nbytes, error)
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         weakref.finalize(memory, self._give_back, nbytes).atexit = False
         return memory
 

@@ -23,12 +23,12 @@ import torch
 
 from netfold.communicator.group import KINDS
 from netfold.errors import NetfoldError
-from netfold.torch.calls import with_memory
 from netfold.torch.device.chunks import as_bytes
 from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.pinned import TransferMemory
 from netfold.torch.device.work import DeviceWork, resolve
 from netfold.torch.forwarding import seconds_of
+from netfold.torch.memory import is_plain, outgoing, with_memory, write
 from netfold.torch.work import NetfoldWork
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class DeviceTransfers:
         with device_api.on(device):
             refuse_capture(device_api, group.rank, f"send to rank {to} from {device}")
             out, _ = self._of(device)
-            staged = with_memory(tensor).contiguous()
+            staged = outgoing(tensor)
             ready = device_api.current_stream(device).record_event()
             device_api.keep(staged, out)
         deadline = time.monotonic() + group.timeout_s
@@ -260,13 +260,13 @@ class ReceiveWork(NetfoldWork):
 
         def copy_in_here() -> None:
             back.wait_event(ready)
-            if tensor.is_contiguous():
+            if is_plain(tensor):
                 device_api.copy(back, as_bytes(tensor), memory)
             else:
                 whole = device_api.empty(back, tensor.nbytes)
                 device_api.copy(back, whole, memory)
                 values = whole.view(tensor.dtype).view(tensor.shape)
-                device_api.launch(back, lambda: tensor.detach().copy_(values))
+                device_api.launch(back, lambda: write(tensor, values))
             device_api.keep(tensor, back)
             self._event = back.record_event()
 

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from netfold.torch.memory import outgoing
+
 # The structure of one part. A larger one is refused: its tensors should be tensors.
 MAX_STRUCTURE_BYTES = 1 << 28
 # Tensors under way at once: enough to fill a link, and no more than this beside the state.
@@ -72,7 +74,7 @@ def send(parts: dict[str, Any], peer: Peer) -> int:
                 f"{MAX_STRUCTURE_BYTES} are sent; keep large values in tensors"
             )
         packed = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
-        _exchange([_as_bytes(torch.tensor([len(structure)])), packed], peer)
+        _exchange([_as_bytes(torch.tensor([len(structure)], device="cpu")), packed], peer)
         total += _exchange(map(_as_bytes, tensors), peer)
     return total
 
@@ -84,11 +86,11 @@ def receive(parts: dict[str, Any], peer: Peer) -> int:
     """
     total = 0
     for name, part in parts.items():
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         _exchange([_as_bytes(length)], peer)
         if not 0 < int(length) <= MAX_STRUCTURE_BYTES:
             raise ValueError(f"elastic.State: {name} arrives with a structure of {int(length)} bytes")
-        structure = torch.empty(int(length), dtype=torch.uint8)
+        structure = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         _exchange([structure], peer)
         unpacking = Unpacking(structure.numpy().tobytes())
         total += _exchange(map(_as_bytes, unpacking.tensors), peer)
@@ -117,7 +119,7 @@ def pack(state: Any) -> tuple[bytes, list[Tensor]]:
             if number is None:
                 number = len(tensors)
                 numbers[key] = number
-                tensors.append(value.detach().contiguous())
+                tensors.append(outgoing(value.detach()))
             return number
 
     Pickler(body, pickle.HIGHEST_PROTOCOL).dump(state)
