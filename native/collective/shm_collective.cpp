@@ -32,13 +32,16 @@ Progress ShmCollective::poll(std::int64_t now_ns) {
     moved |= advance();
     if (failure_) return Progress::failed;
     if (done()) {
+      if (!all_read_) compare_rest();
+      if (failure_) return Progress::failed;
       if (own_.rounds > 0) node_.set_last_stream_call(number_);
       node_.publish(node_.own().done, number_);
       return Progress::done;
     }
   }
   if (moved) return Progress::moved;
-  check_peers(now_ns);
+  if (posted_ && !all_read_) check_posts();
+  if (!failure_) check_peers(now_ns);
   return failure_ ? Progress::failed : Progress::idle;
 }
 
@@ -98,8 +101,9 @@ bool ShmCollective::read_posts() {
     moved = true;
   }
   all_posts_read_ = all && !failure_;
+  all_read_ = all_posts_read_ && reads_all_posts();
   // A rank that has posted this call has finished the call before.
-  if (all_posts_read_ && reads_all_posts()) node_.set_finished_by_all(number_ - 1);
+  if (all_read_) node_.set_finished_by_all(number_ - 1);
   return moved || all_posts_read_;
 }
 
@@ -117,17 +121,35 @@ void ShmCollective::await_posts() const {
 }
 
 void ShmCollective::check_posts() {
+  bool all = true;
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_ || read_[index(position)]) continue;
-    if (node_.post(position, number_).call.load(std::memory_order_acquire) == number_) read_post(position);
+    if (node_.post(position, number_).call.load(std::memory_order_acquire) == number_) {
+      read_post(position);
+    } else {
+      all = false;
+    }
+  }
+  all_read_ = all && !failure_;
+}
+
+// Of two ranks in one call, the rank whose post comes second sees the other's here: each posts, then passes a full
+// fence (ShmNode::publish), then reads. Until this rank has finished the call, no other rank uses a post again.
+void ShmCollective::compare_rest() {
+  check_posts();
+  for (int position = 0; position < size_ && !failure_; ++position) {
+    if (position == self_ || read_[index(position)]) continue;
+    // A rank that found the difference in an earlier call, after this rank had finished that call.
+    if (node_.segment(position).left.load(std::memory_order_acquire) == Node::kFailed) read_failure(position);
   }
 }
 
 void ShmCollective::compare(int position) {
   MessageHeader theirs = others_[index(position)].header;
   MessageHeader expected = own_.header;
-  expected.bytes = expected_bytes(position);
-  if (has_table() && theirs.kind == expected.kind && call_.algorithm == AlgorithmId::shared_memory) {
+  // Of a rank whose data this rank does not take, the size is not known.
+  expected.bytes = needs_post(position) ? expected_bytes(position) : theirs.bytes;
+  if (needs_post(position) && has_table() && theirs.kind == expected.kind && call_.algorithm == AlgorithmId::shared_memory) {
     const std::byte* entry = post_data(position) + index(self_) * sizeof(std::uint64_t);
     std::memcpy(&theirs.bytes, entry, sizeof theirs.bytes);
   }

@@ -1,7 +1,9 @@
 // The common part of collectives among ranks that share memory: posts, streams, and the check of the other ranks.
 //
 // Every rank posts what it is about to do, with the header that messages carry between hosts, so that a rank in another
-// call is reported before a wrong value is read. Few bytes of data lie in the post itself. Longer data go through a
+// call is reported before a wrong value is read. Before a call succeeds, the rank compares every post that is there, also
+// those whose data it does not need. So of any two ranks in different calls, the second fails, and the first fails in its
+// next call: two roots of one broadcast, say, of which neither waits for the other. Few bytes of data lie in the post itself. Longer data go through a
 // stream of slots, round by round, several rounds in flight, so that nearly all copies stay in the caches. The post
 // refers to the data instead, and other ranks read them in place, where the data lie in memory that other ranks can map
 // (transport/shm/shm_registry.hpp) or where ranks may read each other's memory (transport/shm/peer_memory.hpp).
@@ -54,7 +56,7 @@ class ShmCollective : public Algorithm {
   // --- posts ---
 
   bool is_posted() const { return posted_; }
-  // Compares the posts of this call that are there, for a call that does not wait for posts.
+  // Compares the posts of this call that are there, also those that the call does not wait for.
   void check_posts();
   // The posts that are not there end the sleep.
   void await_posts() const;
@@ -145,6 +147,8 @@ class ShmCollective : public Algorithm {
   bool read_posts();
   void read_post(int position);
   void compare(int position);
+  // Before the call succeeds: compares the posts that it did not wait for.
+  void compare_rest();
   bool is_awaited(int position) const;
   void find_lost();
   bool has_ended(int position);
@@ -153,7 +157,8 @@ class ShmCollective : public Algorithm {
 
   const std::uint64_t number_;
   bool posted_ = false;
-  bool all_posts_read_ = false;
+  bool all_posts_read_ = false;  // those that the call needs
+  bool all_read_ = false;        // all posts
   std::vector<bool> read_;
   std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
   std::int64_t next_check_ns_ = 0;
