@@ -33,13 +33,13 @@ std::vector<HostStaging::Tensor> tensors_of(const PythonTensors& tensors) {
   return found;
 }
 
-std::uint64_t begin(HostStaging& self, int kind, int dtype, int reduce, bool average, int root,
+std::uint64_t begin(HostStaging& self, int kind, int element, int reduce, bool average, int root,
                     const PythonTensors& inputs, const PythonTensors& outputs, const PythonCopies& of_inputs,
                     const PythonCopies& of_outputs, std::size_t elements, std::size_t chunks, std::uintptr_t ready,
                     std::int64_t deadline_ns) {
   HostStaging::Request request;
   request.call.kind = kind_of(kind);
-  request.call.dtype = checked<kernels::DType>(dtype, kernels::kDTypeCount, "dtype");
+  set_element(request.call, element);
   request.call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
   request.call.average = average;
   request.call.root = root;
@@ -103,7 +103,7 @@ void bind_device(nb::module_& m) {
   nb::class_<HostStaging>(d, "HostStaging", "See netfold/device/host_staging.hpp.")
       .def(nb::new_(&make_staging), "group"_a, "driver"_a, "out"_a, "back"_a, "slots"_a,
            "out, back: handles of streams. slots: (address, bytes) of pinned memory, which must outlive this.")
-      .def("begin", &begin, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
+      .def("begin", &begin, "kind"_a, "element"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
            "of_inputs"_a, "of_outputs"_a, "elements"_a, "chunks"_a, "ready"_a, "deadline_ns"_a,
            "Start a call; returns its number.\n\n"
            "inputs, outputs: (address, bytes, bytes of an element), which must stay until the call is finished.\n"

@@ -44,6 +44,15 @@ nb::dict names(int count) {
   return out;
 }
 
+// By name, what the elements of a call can be: the dtypes, and what travels as one of them.
+nb::dict elements() {
+  nb::dict out;
+  for (std::uint8_t i = 0; i < collective::kElementCount; ++i) {
+    if (collective::is_valid_element(i)) out[name(static_cast<collective::Element>(i))] = i;
+  }
+  return out;
+}
+
 // The operations that each algorithm can run.
 nb::dict supported() {
   nb::dict out;
@@ -93,6 +102,7 @@ void bind_engine(nb::module_& m) {
   install_interrupts();
   nb::module_ e = m.def_submodule("engine");
   e.attr("DTYPES") = names<kernels::DType>(kernels::kDTypeCount);
+  e.attr("ELEMENTS") = elements();
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);

@@ -25,6 +25,12 @@ inline auto kind_of(int value) {
   using namespace netfold::collective;
   return checked<Kind>(value, kKindCount, "operation");
 }
+inline void set_element(netfold::collective::Call& call, int value) {
+  using namespace netfold::collective;
+  const auto element = checked<Element>(value, kElementCount, "element");
+  if (!is_valid_element(static_cast<std::uint8_t>(element))) throw nb::value_error("this element does not exist");
+  call.set_element(element);
+}
 inline auto algorithm_of(int value) {
   using namespace netfold::collective;
   return checked<AlgorithmId>(value, kAlgorithmCount, "algorithm");

@@ -166,12 +166,12 @@ bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
   return done;
 }
 
-std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
+std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduce, bool average, int root,
                                   const std::vector<Region>& inputs, const std::vector<Region>& outputs,
                                   std::int64_t timeout_ns, bool on_this_thread, int tag) {
   collective::Call call;
   call.kind = kind_of(kind);
-  call.dtype = checked<DType>(dtype, kernels::kDTypeCount, "dtype");
+  set_element(call, element);
   call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
   call.average = average;
   call.root = root;
@@ -288,7 +288,7 @@ void bind_group(nb::module_& e) {
           "socket: a datagram socket bound to the abstract address `name` + rank; the group owns it.\n"
           "token: 16 bytes that only the ranks of the node know.\n"
           "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
-      .def("submit", &submit, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
+      .def("submit", &submit, "kind"_a, "element"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
            "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
       .def("submit_message", &submit_message, "peer"_a, "tag"_a, "region"_a, "sends"_a,
            "Send or receive bytes for netfold itself: no deadline, no record, and any tag, negative ones apart from "

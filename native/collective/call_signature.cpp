@@ -1,7 +1,13 @@
 #include <netfold/collective/call_signature.hpp>
 
+#include <algorithm>
+#include <iterator>
+
 namespace netfold::collective {
 namespace {
+
+constexpr int kElementBits = 5;
+static_assert(kElementCount <= 1 << kElementBits);
 
 CallForm with_average(CallForm form, bool average) {
   return average ? static_cast<CallForm>(static_cast<std::uint8_t>(form) + 1) : form;
@@ -12,9 +18,13 @@ bool is_average(CallForm form) {
          form == CallForm::step_avg;
 }
 
-bool has_root(CallForm form) {
-  return form == CallForm::reduce || form == CallForm::reduce_avg || form == CallForm::broadcast;
+constexpr CallForm kRooted[CallSignature::kRootedForms] = {CallForm::reduce, CallForm::reduce_avg, CallForm::broadcast};
+
+// The place in kRooted; kRootedForms for a form without a root.
+unsigned rooted_number(CallForm form) {
+  return static_cast<unsigned>(std::find(std::begin(kRooted), std::end(kRooted), form) - std::begin(kRooted));
 }
+bool has_root(CallForm form) { return rooted_number(form) < CallSignature::kRootedForms; }
 
 CallForm form_of(const Call& call) {
   const bool average = call.average || (call.step_of & kStepOfAverage) != 0;
@@ -45,25 +55,31 @@ const char* name_of(CallForm form) {
 }  // namespace
 
 CallSignature CallSignature::of(const Call& call) {
-  const CallForm form = form_of(call);
-  return {.form = form,
-          .dtype = form == CallForm::barrier ? kernels::DType::u8 : call.dtype,
-          .root = has_root(form) ? static_cast<std::uint8_t>(call.root) : std::uint8_t{0}};
+  CallSignature signature{.form = form_of(call)};
+  if (signature.form != CallForm::barrier) signature.element = call.element();
+  const int root = call.whole_root >= 0 ? call.whole_root : call.root;
+  if (has_root(signature.form)) signature.root = static_cast<std::uint8_t>(root);
+  return signature;
 }
 
 std::uint16_t CallSignature::packed() const {
-  return static_cast<std::uint16_t>(static_cast<unsigned>(form) | static_cast<unsigned>(dtype) << 4 |
-                                    static_cast<unsigned>(root) << 8);
+  const unsigned what = rooted_number(form) << 8 | (has_root(form) ? root : static_cast<unsigned>(form));
+  return static_cast<std::uint16_t>(static_cast<unsigned>(element) | what << kElementBits);
 }
 
 std::optional<CallSignature> CallSignature::unpacked(std::uint16_t bits) {
-  const std::uint8_t form = bits & 0xf;
-  const std::uint8_t dtype = bits >> 4 & 0xf;
-  const CallSignature signature{static_cast<CallForm>(form), static_cast<kernels::DType>(dtype),
-                                static_cast<std::uint8_t>(bits >> 8)};
-  if (form >= kCallFormCount || !kernels::is_valid_dtype(dtype) || (signature.root != 0 && !has_root(signature.form))) {
-    return std::nullopt;
+  const auto element = static_cast<std::uint8_t>(bits & ((1 << kElementBits) - 1));
+  const unsigned number = bits >> (8 + kElementBits);
+  const auto low = static_cast<std::uint8_t>(bits >> kElementBits);
+  if (number > kRootedForms || !is_valid_element(element)) return std::nullopt;
+  CallSignature signature{.element = static_cast<Element>(element)};
+  if (number < kRootedForms) {
+    signature.form = kRooted[number];
+    signature.root = low;
+    return signature;
   }
+  signature.form = static_cast<CallForm>(low);
+  if (low >= kCallFormCount || has_root(signature.form)) return std::nullopt;
   return signature;
 }
 
@@ -74,9 +90,9 @@ bool CallSignature::has_blocks() const {
 std::string CallSignature::text(std::uint32_t operation, std::uint32_t elements, kernels::ReduceOp reduce) const {
   std::string text = std::string(name_of(form)) + " #" + std::to_string(operation);
   if (form == CallForm::barrier) return text;
-  const char* const of = kernels::name(dtype);
+  const char* const of = name(element);
   text += has_blocks() ? std::string(" of ") + of + " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")"
-                       : " of " + std::to_string(elements) + " " + of;
+                       : " of " + std::to_string(elements / static_cast<unsigned>(carried_values(element))) + " " + of;
   const bool moves = form == CallForm::broadcast || form == CallForm::all_gather;
   std::string how = moves ? "" : is_average(form) ? "avg" : kernels::name(reduce);
   if (has_root(form)) how += (how.empty() ? "root " : ", root ") + std::to_string(root);

@@ -348,6 +348,7 @@ class Hierarchical final : public CallSequence {
     step_call_.between = AlgorithmId::local;
     if (is_inside) step_call_.wire = call_.dtype;
     step_call_.root = stage.root;
+    step_call_.whole_root = call_.root;
     step_call_.average = false;
     step_call_.inputs = stage.inputs;
     step_call_.outputs = stage.outputs;

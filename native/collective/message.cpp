@@ -26,12 +26,12 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
   const bool is_whole = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast;
   return {.sequence = call.sequence,
           .kind = call.kind,
-          .dtype = call.dtype,
+          .element = call.element(),
           .reduce = call.reduce,
           .wire = call.wire,
           .algorithm = is_paced ? AlgorithmId::direct : call.algorithm,
           .table = call.table,
-          .root = call.root,
+          .root = packed_root(call),
           .average = static_cast<std::uint8_t>(call.average),
           .between = call.between,
           .step_of = call.step_of,
@@ -55,10 +55,13 @@ std::string MessageHeader::summary() const {
     text += std::string(" (a step of ") + name(whole) + ((step_of & kStepOfAverage) != 0 ? ", avg)" : ")");
   }
   if (has_layout) text += " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")";
-  if (elements > 0 && !has_layout) text += " of " + std::to_string(elements);
-  text += std::string(" ") + kernels::name(dtype);
+  if (elements > 0 && !has_layout)
+    text += " of " + std::to_string(elements / static_cast<unsigned>(carried_values(element)));
+  text += std::string(" ") + name(element);
   text += std::string(" (") + (average != 0 ? "avg" : kernels::name(reduce));
-  text += ", root " + std::to_string(root) + ", " + name(algorithm);
+  text += ", root " + std::to_string(root & 0xffff);
+  if (root >> 16 > 0) text += " for root " + std::to_string((root >> 16) - 1) + " of the whole call";
+  text += std::string(", ") + name(algorithm);
   return text + ", wire " + kernels::name(wire) + ")";
 }
 

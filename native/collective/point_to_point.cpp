@@ -16,8 +16,8 @@ static_assert(sizeof(FrameHeader) <= PointToPoint::kMessageBytes);
 
 std::size_t cost(const FrameHeader& header) { return header.bytes + PointToPoint::kMessageBytes; }
 
-std::string size_text(std::uint64_t bytes, std::uint8_t dtype) {
-  return std::to_string(bytes) + " bytes of " + kernels::name(static_cast<kernels::DType>(dtype));
+std::string size_text(std::uint64_t bytes, Element element) {
+  return std::to_string(bytes) + " bytes of " + name(element);
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ void PointToPoint::post_send(Ticket ticket, const Call& call) {
   ++peer.outstanding;
   Send send{.ticket = ticket, .header = {}, .data = call.inputs[0].data};
   send.gpu = call.gpu;
-  send.header.dtype = static_cast<std::uint8_t>(call.dtype);
+  send.header.element = call.element();
   send.header.tag = call.tag;
   send.header.id = ticket;
   send.header.bytes = call.inputs[0].bytes;
@@ -98,7 +98,7 @@ void PointToPoint::post_receive(Ticket ticket, const Call& call) {
   Receive receive{.ticket = ticket,
                   .source = call.root,
                   .tag = call.tag,
-                  .dtype = static_cast<std::uint8_t>(call.dtype),
+                  .element = call.element(),
                   .accepts_less = call.accepts_less,
                   .data = call.outputs[0].data,
                   .bytes = call.outputs[0].bytes};
@@ -165,12 +165,12 @@ std::optional<PointToPoint::Receive> PointToPoint::match(int source, int tag) {
 
 bool PointToPoint::fits(int source, const FrameHeader& header, const Receive& receive) {
   const bool has_place = receive.accepts_less ? header.bytes <= receive.bytes : header.bytes == receive.bytes;
-  if (has_place && header.dtype == receive.dtype) return true;
+  if (has_place && header.element == receive.element) return true;
   const std::string tag = " with tag " + std::to_string(header.tag);
   fault_ = {receive.ticket,
             {Failure::Kind::mismatch, source,
-             "rank " + std::to_string(source) + " sent " + size_text(header.bytes, header.dtype) + tag + ", rank " +
-                 std::to_string(lane_->rank()) + " receives " + size_text(receive.bytes, receive.dtype) + tag +
+             "rank " + std::to_string(source) + " sent " + size_text(header.bytes, header.element) + tag + ", rank " +
+                 std::to_string(lane_->rank()) + " receives " + size_text(receive.bytes, receive.element) + tag +
                  "; a message and the tensor that receives it must have the same size and dtype"}};
   return false;
 }

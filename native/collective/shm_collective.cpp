@@ -149,7 +149,8 @@ void ShmCollective::compare(int position) {
   MessageHeader expected = own_.header;
   // Of a rank whose data this rank does not take, the size is not known.
   expected.bytes = needs_post(position) ? expected_bytes(position) : theirs.bytes;
-  if (needs_post(position) && has_table() && theirs.kind == expected.kind && call_.algorithm == AlgorithmId::shared_memory) {
+  if (needs_post(position) && has_table() && theirs.kind == expected.kind &&
+      call_.algorithm == AlgorithmId::shared_memory) {
     const std::byte* entry = post_data(position) + index(self_) * sizeof(std::uint64_t);
     std::memcpy(&theirs.bytes, entry, sizeof theirs.bytes);
   }

@@ -62,8 +62,8 @@ std::string Operation::call_and_site(int rank) const {
   std::string text =
       "rank " + std::to_string(rank) + ": " + collective::name(call_.kind) + " #" + std::to_string(call_.sequence);
   if (call_.elements() > 0) {
-    text += " of " + std::to_string(call_.elements()) + " " + kernels::name(call_.dtype) + " (" +
-            std::to_string(call_.tensor().bytes) + " bytes)";
+    text += " of " + std::to_string(call_.elements() / static_cast<std::size_t>(carried_values(call_.element()))) +
+            " " + collective::name(call_.element()) + " (" + std::to_string(call_.tensor().bytes) + " bytes)";
   }
   text += std::string(" by ") + collective::name(call_.algorithm);
   if (site_ != nullptr) text += std::string(", called at ") + site_;

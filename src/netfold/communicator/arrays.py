@@ -25,7 +25,6 @@ _NAMES: dict[Any, str] = {
         *("bool", "c64", "c128"),
     )
 }
-_TRANSFER_DTYPES = {"bool": "u8", "c64": "f32", "c128": "f64"}
 
 # NumPy's operators for bools. Each keeps a byte at 0 or 1.
 _BOOL_OPS = ("product", "min", "max", "band", "bor", "bxor")
@@ -75,10 +74,10 @@ def array_view(array: Any, *, writable: bool) -> ArrayView:
     return ArrayView(region(array), name, array.shape, array)
 
 
-def transfer_type(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool]:
-    """(dtype, operator, whether to divide by the number of ranks) for native code. op: None where values only move."""
+def reduction(kind: str, dtype: str, op: str | None) -> tuple[str, bool]:
+    """(operator, whether to divide by the number of ranks) for native code. op: None where values only move."""
     if op is None:
-        return _TRANSFER_DTYPES.get(dtype, dtype), "sum", False
+        return "sum", False
     if op not in OPS:
         raise ValueError(f"{kind}: no operator {op!r}; there are {', '.join(OPS)}")
     if dtype == "bool" and op not in _BOOL_OPS:
@@ -87,7 +86,7 @@ def transfer_type(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool
         )
     if dtype in ("c64", "c128") and op not in ("sum", "avg"):
         raise ValueError(f"{kind}: {op} is not defined for complex numbers; there are sum and avg")
-    return _TRANSFER_DTYPES.get(dtype, dtype), "sum" if op == "avg" else op, op == "avg"
+    return "sum" if op == "avg" else op, op == "avg"
 
 
 def empty_like(view: ArrayView, array: Any, shape: tuple[int, ...]) -> Array:

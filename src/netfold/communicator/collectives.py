@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.communicator.arrays import Array, ArrayView, array_view, empty_like, transfer_type
+from netfold.communicator.arrays import Array, ArrayView, array_view, empty_like, reduction
 from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, region
 from netfold.communicator.minloc import LOC_OPS, pack, unpack
 from netfold.communicator.work import ReceiveWork, Work
@@ -257,10 +257,10 @@ class Collectives:
         views: Sequence[ArrayView] = (),
         tag: int = 0,
     ) -> Any:
-        dtype, reduce, average = transfer_type(kind, view.dtype, op)
+        reduce, average = reduction(kind, view.dtype, op)
         operation = self.group.submit(
             kind,
-            dtype=dtype,
+            dtype=view.dtype,
             reduce=reduce,
             average=average,
             root=root,

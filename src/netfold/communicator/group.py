@@ -41,7 +41,8 @@ log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 
 KINDS: dict[str, int] = engine.KINDS
-DTYPES: dict[str, int] = engine.DTYPES
+# What the elements of a call can be: dtypes, and types that travel as one of them. Ranks compare it.
+ELEMENTS: dict[str, int] = engine.ELEMENTS
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
 _SEND = KINDS["send"]
 # The `root` of a receive from whichever rank sends first.
@@ -279,7 +280,7 @@ class Group:
         seconds = self.timeout_s if timeout_s is None else timeout_s
         return self._native.submit(
             KINDS[kind],
-            DTYPES[dtype],
+            ELEMENTS[dtype],
             REDUCE_OPS[reduce],
             average,
             root,
@@ -300,7 +301,7 @@ class Group:
     def start_in_place(
         self,
         kind: int,
-        dtype: int,
+        element: int,
         reduce: int,
         average: bool,
         region: Region,
@@ -312,24 +313,24 @@ class Group:
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        return self._native.submit(kind, dtype, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
+        return self._native.submit(kind, element, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
 
     def run_in_place(
-        self, kind: int, dtype: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
+        self, kind: int, element: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
     ) -> None:
         """`start_in_place` and `wait` in one call. Raises the operation's error."""
-        operation = self.start_in_place(kind, dtype, reduce, average, region, timeout_s, wait_here=True)
+        operation = self.start_in_place(kind, element, reduce, average, region, timeout_s, wait_here=True)
         if not operation.done:
             self._native.wait(operation, -1)
         if operation.failure is not None:
             raise self.error(operation)
 
-    def start_transfer(self, kind: int, dtype: int, peer: int, tag: int, region: Region) -> Any:
+    def start_transfer(self, kind: int, element: int, peer: int, tag: int, region: Region) -> Any:
         """`submit` for a send or receive, by native codes."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         inputs, outputs = ((region,), ()) if kind == _SEND else ((), (region,))
-        return self._native.submit(kind, dtype, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag)
+        return self._native.submit(kind, element, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag)
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place for small arrays: native code finds the address, size and dtype of `array`.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
 from netfold.communicator import Group
-from netfold.communicator.group import DTYPES, REDUCE_OPS
+from netfold.communicator.group import ELEMENTS, REDUCE_OPS
 from netfold.torch.forwarding import seconds_of
 from netfold.torch.memory import check, outgoing, writing_back
 
@@ -30,6 +30,17 @@ DTYPE_NAMES = {
     torch.uint16: "u16",
     torch.uint32: "u32",
     torch.uint64: "u64",
+}
+# Types that only travel, and those that are reduced as another dtype, by netfold's names.
+_CARRIED_NAMES = {
+    torch.bool: "bool",
+    torch.complex32: "c32",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+} | {
+    dtype: name
+    for name in ELEMENTS
+    if name.startswith("float") and (dtype := getattr(torch, name, None)) is not None  # older torch lacks some
 }
 _BITWISE = ("band", "bor", "bxor")
 
@@ -50,7 +61,7 @@ _REDUCTIONS = {
 
 # Native codes for the fast path of Operations.allreduce. A ReduceOp's hash is the number of its kind, which is
 # unique; a comparison of ReduceOps would cost as much as the native call.
-DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in DTYPE_NAMES.items()}
+DTYPE_CODES = {dtype: ELEMENTS[name] for dtype, name in DTYPE_NAMES.items()}
 REDUCE_CODES = {
     hash(op): (REDUCE_OPS[each.name], each.average) for op, each in _REDUCTIONS.items() if each.name not in _BITWISE
 }
@@ -84,14 +95,14 @@ class Prepared:
 
 
 def copy_call(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int = 0) -> Prepared:
-    """A call that moves bytes unchanged. It carries the dtype, so that ranks with different dtypes get an error."""
+    """A call that moves bytes unchanged. It names the dtype, so that ranks with different dtypes get an error."""
     for tensor in (*inputs, *outputs):
         check(tensor)
     staged = [outgoing(tensor) for tensor in outputs]
     tensors = inputs or outputs
     return Prepared(
         kind,
-        dtype=DTYPE_NAMES.get(tensors[0].dtype, "u8") if tensors else "u8",
+        dtype=element_name(tensors[0]) if tensors else "u8",
         root=root,
         inputs=[outgoing(tensor) for tensor in inputs],
         outputs=staged,
@@ -106,7 +117,7 @@ def reduction_call(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_
     real = _real(staged, reduction)
     return Prepared(
         kind,
-        dtype=_dtype(real, reduction),
+        dtype=_dtype(tensor, reduction),
         reduce=_name(real, reduction),
         average=reduction.average,
         root=root,
@@ -130,7 +141,7 @@ def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) 
     real = _real(staged, reduction)
     return Prepared(
         "reduce_scatter",
-        dtype=_dtype(real, reduction),
+        dtype=_dtype(output, reduction),
         reduce=_name(real, reduction),
         average=reduction.average,
         inputs=[_real(_scaled(part, reduction), reduction) for part in parts],
@@ -195,6 +206,16 @@ def timeout_of(opts: Any) -> float | None:
     return seconds_of(getattr(opts, "timeout", None))
 
 
+def element_name(tensor: Tensor) -> str:
+    """netfold's name for the elements of a tensor that is moved. ValueError for those that it does not move."""
+    name = DTYPE_NAMES.get(tensor.dtype) or _CARRIED_NAMES.get(tensor.dtype)
+    if name is None:
+        advice = "; send int_repr(), and the scale and zero point beside it" if tensor.is_quantized else ""
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in (*DTYPE_NAMES, *_CARRIED_NAMES))
+        raise ValueError(f"netfold does not send tensors of {tensor.dtype}{advice}. It sends {known}")
+    return name
+
+
 def _real(staged: Tensor, reduction: Reduction) -> Tensor:
     """View complex numbers as pairs of real ones, which add independently."""
     if not staged.is_complex():
@@ -230,8 +251,8 @@ def _dtype(tensor: Tensor, reduction: Reduction) -> str:
     if tensor.dtype == torch.bool:
         if reduction.average:
             raise ValueError("AVG is not defined for bool tensors; use MAX for any, MIN for all")
-        return "u8"  # every reduction of bytes 0 and 1 yields 0 or 1
-    name = DTYPE_NAMES.get(tensor.dtype)
+        return "bool"  # every reduction of bytes 0 and 1 yields 0 or 1
+    name = _CARRIED_NAMES.get(tensor.dtype) if tensor.is_complex() else DTYPE_NAMES.get(tensor.dtype)
     if name is None:
         raise ValueError(
             f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, DTYPE_NAMES))}, bool and complex"

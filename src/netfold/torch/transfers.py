@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from netfold.communicator import Group
-from netfold.communicator.group import DTYPES, KINDS
-from netfold.torch.calls import DTYPE_CODES
+from netfold.communicator.group import ELEMENTS, KINDS
+from netfold.torch.calls import DTYPE_CODES, element_name
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.transfers import DeviceTransfers, SendWork
 from netfold.torch.memory import outgoing, writing_back
@@ -23,8 +23,6 @@ from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
 
-# The dtype on the wire of other tensors (bool, complex, float8).
-_BYTES = DTYPES["u8"]
 # With this many operations under way, remove those that have ended and whose Works were dropped.
 _SWEEP_AT = 64
 
@@ -67,8 +65,9 @@ class Transfers:
 
     def start(self, kind: int, tensor: Tensor, memory: Tensor, peer: int, tag: int) -> Any:
         """Start the native operation for `tensor`, whose bytes are in `memory`."""
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        return self.group.start_transfer(kind, dtype, peer, tag, (memory.data_ptr(), memory.nbytes))
+        code = DTYPE_CODES.get(tensor.dtype)
+        element = ELEMENTS[element_name(tensor)] if code is None else code
+        return self.group.start_transfer(kind, element, peer, tag, (memory.data_ptr(), memory.nbytes))
 
     def hold(self, operation: Any, tensor: Tensor) -> None:
         """Keep a tensor until its operation is done."""

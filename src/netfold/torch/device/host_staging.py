@@ -19,7 +19,7 @@ import torch
 
 from netfold._native import device as native
 from netfold.communicator import Group
-from netfold.communicator.group import DTYPES, KINDS, REDUCE_OPS
+from netfold.communicator.group import ELEMENTS, KINDS, REDUCE_OPS
 from netfold.torch.calls import Prepared
 from netfold.torch.device.chunks import chunk_elements, copies_of, count_chunks
 from netfold.torch.device.device_api import DeviceApi, Event, device_failed, overdue
@@ -120,7 +120,7 @@ class HostStaging:
         of_inputs, of_outputs = copies_of(call, self._group.rank)
         number = self._native.begin(
             KINDS[call.kind],
-            DTYPES[call.dtype],
+            ELEMENTS[call.dtype],
             REDUCE_OPS[call.reduce],
             call.average,
             call.root,

@@ -1,6 +1,7 @@
 // A rank's call and its failures: the types that the algorithms and the engine share.
 #pragma once
 
+#include <netfold/collective/element.hpp>
 #include <netfold/kernels/types.hpp>
 #include <netfold/transport/pipe.hpp>
 
@@ -91,6 +92,7 @@ inline constexpr std::uint8_t kStepOfAverage = 0x80;
 struct Call {
   Kind kind = Kind::barrier;
   kernels::DType dtype = kernels::DType::u8;
+  Element carried = {};  // what travels as `dtype`, a value from kFirstCarried on; else none
   kernels::ReduceOp reduce = kernels::ReduceOp::sum;
   bool average = false;  // sum, then divide by the number of ranks (floats)
   kernels::DType wire = kernels::DType::u8;
@@ -103,6 +105,7 @@ struct Call {
   bool accepts_less = false;  // of a receive: the message may be shorter than the output
   bool is_internal = false;   // a message that netfold sends for itself, not an operation of the program
   std::uint8_t step_of = 0;   // of a call inside another call: that call's step(); else 0
+  int whole_root = -1;        // of a call inside another call: that call's root
   std::uint64_t layout = 0;   // of a call inside another call: layout_of that call's blocks, where ranks have blocks
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
@@ -111,6 +114,12 @@ struct Call {
   // Whether the call runs as integers that share a scale: see Quantised.
   bool is_quantised() const {
     return dtype == kernels::DType::f32 && (wire == kernels::DType::i32 || wire == kernels::DType::i8);
+  }
+  Element element() const { return carried != Element{} ? carried : element_of(dtype); }
+  // Sets the dtype to that which carries such elements.
+  void set_element(Element of) {
+    dtype = carrier(of);
+    carried = of != element_of(dtype) ? of : Element{};
   }
   // outputs[0]; a send's inputs[0]; empty for a barrier.
   Buffer tensor() const;

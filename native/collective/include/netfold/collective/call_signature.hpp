@@ -30,14 +30,18 @@ inline constexpr std::uint8_t kCallFormCount = 11;
 
 struct CallSignature {
   CallForm form = CallForm::barrier;
-  kernels::DType dtype = kernels::DType::u8;  // of the tensor; a barrier's is u8
-  std::uint8_t root = 0;                      // 0 where the form has no root
+  Element element = element_of(kernels::DType::u8);  // of the tensor; a barrier's is u8
+  std::uint8_t root = 0;                             // 0 where the form has no root
+
+  // The forms with a root, in this order: reduce, reduce_avg, broadcast.
+  static constexpr int kRootedForms = 3;
 
   // Of a call that goes through a switch.
   static CallSignature of(const Call& call);
   // From bits that another rank sent; nullopt where no call has these bits: that rank's choice table differs.
   static std::optional<CallSignature> unpacked(std::uint16_t bits);
-  // Bits 0 to 3 the form, 4 to 7 the dtype, 8 to 15 the root.
+  // Bits 0 to 4 the element. Bits 5 to 15: of a form with a root 256 * its number among those + the root; of another form
+  // 256 * kRootedForms + the form.
   std::uint16_t packed() const;
 
   // Whether each rank has a block of its own, so that a packet carries a digest of all sizes instead of one size.

@@ -23,13 +23,13 @@ struct MessageHeader {
   std::uint32_t magic = kMagic;
   std::uint32_t sequence = 0;  // of an abort: Expired::call
   Kind kind = {};
-  kernels::DType dtype = {};
+  Element element = {};
   kernels::ReduceOp reduce = {};
   kernels::DType wire = {};
   AlgorithmId algorithm = {};
   std::uint8_t is_abort = 0;
   std::uint16_t table = 0;
-  std::int32_t root = 0;  // of an abort: the rank at fault, -1 if unknown
+  std::int32_t root = 0;  // packed_root; of an abort: the rank at fault, -1 if unknown
   std::uint8_t average = 0;
   AlgorithmId between = {};
   std::uint8_t step_of = 0;  // Call::step_of
@@ -38,6 +38,8 @@ struct MessageHeader {
   std::uint64_t bytes = 0;     // behind this header
 
   static MessageHeader of(const Call& call, std::uint64_t bytes);
+  // Of a call inside another call, that call's root too: above 16 bits, plus 1.
+  static std::int32_t packed_root(const Call& call) { return call.root | (call.whole_root + 1) << 16; }
   // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"
   std::string text() const;
   // text() without the bytes: the same on all ranks of a call.

@@ -22,7 +22,7 @@ struct FrameHeader {
   static constexpr std::uint32_t kMagic = 0x4e465031;
   std::uint32_t magic = kMagic;
   Type type = Type::eager;
-  std::uint8_t dtype = 0;
+  Element element = {};
   std::uint8_t failure = 0;  // of an abort: Failure::Kind
   std::uint8_t orderly = 0;  // of an abort
   std::int32_t tag = 0;      // of an abort: the rank at fault, -1 if unknown
@@ -42,7 +42,7 @@ class MessageMatcher {
     Ticket ticket = 0;
     int source = kAnySource;
     int tag = 0;
-    std::uint8_t dtype = 0;
+    Element element = {};
     bool accepts_less = false;
     std::byte* data = nullptr;
     std::size_t bytes = 0;     // of the output; once a message is accepted, of the message
