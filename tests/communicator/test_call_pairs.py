@@ -88,7 +88,7 @@ class Pair:
                     self._ended.wait(seconds(40))
 
     def fault(self, at_once: bool) -> str:
-        """What is wrong with the errors; empty where the difference was noticed as it must be."""
+        """A fault of the errors, as text; empty where the difference was noticed as it must be."""
         if not all(errors and errors[-1] for errors in self.errors):
             return f"unnoticed: {self.errors}"
         if not any(error.startswith("Mismatch") for errors in self.errors for error in errors):

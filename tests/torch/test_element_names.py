@@ -1,4 +1,4 @@
-"""What ranks compare of a tensor's dtype: every dtype has a name of its own, or is refused in a sentence."""
+"""Ranks compare dtypes by name: every dtype has a name of its own, or is refused in a sentence."""
 
 from __future__ import annotations
 

@@ -330,7 +330,9 @@ class Group:
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         inputs, outputs = ((region,), ()) if kind == _SEND else ((), (region,))
-        return self._native.submit(kind, element, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag)
+        return self._native.submit(
+            kind, element, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag
+        )
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place for small arrays: native code finds the address, size and dtype of `array`.
