@@ -166,16 +166,32 @@ bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
   return done;
 }
 
-std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduce, bool average, int root,
+// A rank or tag from Python. Throws nb::type_error or nb::value_error with a sentence for no integer, or one beyond 32 bits.
+int checked_int(nb::handle value, const char* what) {
+  const auto number = nb::steal(PyNumber_Index(value.ptr()));
+  if (!number.is_valid()) {
+    PyErr_Clear();
+    const std::string text = std::string("a ") + what + " is an integer, not " + nb::cast<std::string>(nb::str(value));
+    throw nb::type_error(text.c_str());
+  }
+  int overflow = 0;
+  const long long found = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow == 0 && found >= INT32_MIN && found <= INT32_MAX) return static_cast<int>(found);
+  const std::string text = std::string(what) + " " + nb::cast<std::string>(nb::str(number)) +
+                           " is out of range; the largest is " + std::to_string(INT32_MAX);
+  throw nb::value_error(text.c_str());
+}
+
+std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduce, bool average, nb::handle root,
                                   const std::vector<Region>& inputs, const std::vector<Region>& outputs,
-                                  std::int64_t timeout_ns, bool on_this_thread, int tag) {
+                                  std::int64_t timeout_ns, bool on_this_thread, nb::handle tag) {
   collective::Call call;
   call.kind = kind_of(kind);
   set_element(call, element);
   call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
   call.average = average;
-  call.root = root;
-  call.tag = tag;
+  call.root = checked_int(root, "rank");
+  call.tag = checked_int(tag, "tag");
   call.inputs = buffers(inputs);
   call.outputs = buffers(outputs);
   const char* site = call_site();

@@ -19,7 +19,10 @@ Make make_shm_reduce;  // likewise
 Make make_split;
 Make make_tree;
 
+bool outputs_overlap(const Call& call);
+
 // These run other algorithms.
+std::unique_ptr<Algorithm> make_copied_inputs(const Call& call, const Paths& paths);
 std::unique_ptr<Algorithm> make_quantised(const Call& call, const Paths& paths);
 // `algorithm`: the call over the mesh.
 std::unique_ptr<Algorithm> make_shm_call_check(const Call& call, const Paths& paths,

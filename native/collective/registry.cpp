@@ -118,6 +118,12 @@ void validate(const Call& call, int rank, int ranks) {
     case Kind::receive:
       break;
   }
+  require(!outputs_overlap(call), call, "two of the outputs overlap, so the result would depend on chance");
+  if (call.kind == Kind::all_reduce && !call.inputs.empty()) {
+    const Buffer &residual = call.inputs[0], &tensor = call.outputs[0];
+    require(residual.data + residual.bytes <= tensor.data || tensor.data + tensor.bytes <= residual.data, call,
+            "the residual overlaps the tensor");
+  }
   // This rank's own block. The sizes of the other blocks are compared when the messages arrive.
   const Buffer* given = call.given_to(rank, rank);
   const Buffer* taken = call.kind == Kind::reduce_scatter ? &call.outputs[0] : call.taken_from(rank, rank);
@@ -146,6 +152,7 @@ void validate_choice(const Call& call) {
 }
 
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) {
+  if (call.copies_inputs) return make_copied_inputs(call, paths);
   if (call.is_quantised() && paths.mesh.size() > 1 && call.elements() > 0) return make_quantised(call, paths);
   auto algorithm = make_algorithm(call, paths, Team::everyone(paths.mesh));
   switch (call.algorithm) {

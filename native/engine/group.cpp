@@ -138,7 +138,10 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   if (call.algorithm == AlgorithmId::shared_memory && (node_ == nullptr || node_->size() != size())) {
     throw std::invalid_argument("the choice table says shared_memory, but not all ranks of this group share memory");
   }
-  if (!is_transfer) collective::validate_choice(call);
+  if (!is_transfer) {
+    collective::validate_choice(call);
+    call.copies_inputs = call.kind != collective::Kind::all_reduce && collective::needs_copied_inputs(call, rank());
+  }
   call.table = options_.table_hash;
   operation->call_ = std::move(call);
   operation->id_ = engine_.next_operation_id();

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -785,3 +786,30 @@ def test_a_receive_from_any_rank_notices_the_death_of_a_rank_whose_idle_connecti
     )[0]
     assert at_fault == 2
     assert waited_s < seconds(5)
+
+
+def _refused_numbers(rank: int, size: int, folder: str) -> None:
+    """Ranks, tags and rows that are no numbers, or numbers out of range, are refused in a sentence."""
+    one, four = np.ones(2), np.ones(4)
+    refused: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "tag 2147483655 is out of range", lambda group: group.send(one, 1 - rank, tag=2**31 + 7)),
+        (ValueError, "tag 2147483655 is out of range", lambda group: group.receive(one, 1 - rank, tag=2**31 + 7)),
+        (ValueError, f"tag {2**90} is out of range", lambda group: group.send(one, 1 - rank, tag=2**90)),
+        (ValueError, "tag -1 is negative", lambda group: group.send(one, 1 - rank, tag=-1)),
+        (TypeError, "a tag is an integer, not 1.5", lambda group: group.send(one, 1 - rank, tag=1.5)),
+        (ValueError, f"rank {2**40} is out of range", lambda group: group.send(one, 2**40)),
+        (ValueError, f"rank {-(2**33)} is out of range", lambda group: group.broadcast(one, -(2**33))),
+        (ValueError, "root 2 is not a rank of this group of 2", lambda group: group.reduce(one, np.int64(2))),
+        (TypeError, "a rank is an integer, not zero", lambda group: group.scatter(None, one, "zero")),
+        (TypeError, "must be integers", lambda group: group.all_to_all(four, four, send_rows=[1.5, 2.5])),
+        (ValueError, "must be 2 numbers", lambda group: group.all_to_all(four, four, send_rows=[2**70, 4 - 2**70])),
+    ]
+    with Communicator(FileStore(folder), rank, size, options=Options(probe="off"), timeout_s=20) as group:
+        for kind, text, call in refused:
+            with pytest.raises(kind, match=re.escape(text)):
+                call(group)
+        group.barrier()
+
+
+def test_ranks_tags_and_rows_out_of_range_are_refused_in_a_sentence() -> None:
+    values(run_threads(_refused_numbers, 2))

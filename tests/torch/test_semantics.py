@@ -49,6 +49,34 @@ def a_group_outside_the_world_ends_with_its_last_reference(dist: Any, rank: int,
 
 
 @case
+def results_may_overlap_inputs(dist: Any, rank: int, size: int, folder: str) -> None:
+    import torch
+
+    for count in (1, 20_000):
+        whole = torch.arange(size * count) // count + 100 * rank
+        dist.all_to_all_single(whole, whole)
+        assert whole.tolist() == [100 * (at // count) + rank for at in range(size * count)]
+        # Columns of one storage: the input is a column of the result.
+        table = (torch.arange(count)[:, None] * size + torch.arange(size)) * 100 + rank
+        dist.all_gather([table[:, other] for other in range(size)], table[:, (rank + 1) % size])
+        for other in range(size):
+            column = (torch.arange(count) * size + (other + 1) % size) * 100 + other
+            assert torch.equal(table[:, other], column), (count, other)
+    repeated = torch.zeros(1).expand(4)
+    for call in (
+        lambda: dist.broadcast(repeated, 0),
+        lambda: dist.all_reduce(repeated),
+        lambda: dist.all_gather([repeated] * size, torch.ones(4)),
+    ):
+        assert "repeats elements" in str(raises(ValueError, call))
+    same = torch.zeros(4)
+    assert "two of the outputs overlap" in str(
+        raises(ValueError, lambda: dist.all_gather([same] * size, torch.ones(4)))
+    )
+    dist.barrier()
+
+
+@case
 def the_coalescing_manager_makes_one_operation_of_several(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
     from torch.distributed import _coalescing_manager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -303,6 +304,10 @@ class Collectives:
             if total % self.size:
                 raise ValueError(f"{kind}: {total} rows cannot be cut into equal parts for {self.size} ranks")
             return [total // self.size] * self.size
+        try:
+            rows = [operator.index(each) for each in rows]
+        except TypeError:
+            raise TypeError(f"{kind}: rows {list(rows)} must be integers") from None
         if len(rows) != self.size or sum(rows) != total or min(rows) < 0:
             raise ValueError(f"{kind}: rows {list(rows)} must be {self.size} numbers whose sum is the array's {total}")
         return rows

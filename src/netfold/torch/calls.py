@@ -150,6 +150,24 @@ def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) 
     )
 
 
+def copy_overlapped(call: Prepared) -> None:
+    """Clone the inputs of a call on device memory that an output overlaps by a part.
+
+    Such calls run in chunks: a chunk's results would replace values of a later chunk. The same memory as an input and
+    an output is safe, since each chunk is read before its results are written.
+    """
+
+    def overlaps(tensor: Tensor, output: Tensor) -> bool:
+        begin, other = tensor.data_ptr(), output.data_ptr()
+        meets = begin < other + output.nbytes and other < begin + tensor.nbytes
+        return meets and (begin, tensor.nbytes) != (other, output.nbytes)
+
+    if call.kind != "all_reduce":  # its input is a residual, which is a result too
+        call.inputs = [
+            each.clone() if any(overlaps(each, output) for output in call.outputs) else each for each in call.inputs
+        ]
+
+
 def by_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
     """Split `whole` into one flat view a rank, each of `part`'s size."""
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype:

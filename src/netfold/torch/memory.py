@@ -70,10 +70,16 @@ def writing_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None] |
     """A function that writes each result from its memory into its tensor; None if all are in place.
 
     pairs: (tensor, memory), where memory is `outgoing(tensor)`.
+    ValueError for a tensor that repeats elements: several results would go to one place.
     """
     moved = [(tensor, memory) for tensor, memory in pairs if memory is not tensor]
     if not moved:
         return None
+    for tensor, _ in moved:
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"a tensor of {list(tensor.shape)} repeats elements (expand), so it cannot take results; pass a clone"
+            )
 
     def write_all() -> None:
         for tensor, memory in moved:

@@ -300,6 +300,8 @@ class Operations:
     def _submit(self, prepared: list[Prepared], result: Any, opts: Any) -> Work | None:
         if any(self._on_device(call.outputs) or self._on_device(call.inputs) for call in prepared):
             assert self.devices is not None
+            for call in prepared:
+                calls.copy_overlapped(call)
             return self._handed_out(self.devices.submit(prepared, result, calls.timeout_of(opts)), opts)
         self._in_turn()
         wait_here = not getattr(opts, "asyncOp", True) and len(prepared) == 1 and self._coalesced.works is None

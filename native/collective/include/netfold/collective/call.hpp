@@ -88,7 +88,7 @@ inline constexpr std::uint8_t kStepOfAverage = 0x80;
 //   receive              none                        [1], from `root` or kAnySource
 //
 // An all_reduce's input is the residual of the i8 wire format (quantised.cpp); it is written too.
-// An output may equal an input exactly; partial overlap is not allowed.
+// An output may overlap an input in any way (overlaps.cpp); two outputs must not overlap.
 struct Call {
   Kind kind = Kind::barrier;
   kernels::DType dtype = kernels::DType::u8;
@@ -101,12 +101,13 @@ struct Call {
   std::uint16_t table = 0;                   // hash of the choice table; ranks whose tables differ report a mismatch
   std::uint32_t sequence = 0;
   int root = 0;
-  int tag = 0;                // of a send or receive; not negative, unless the message is internal
-  bool accepts_less = false;  // of a receive: the message may be shorter than the output
-  bool is_internal = false;   // a message that netfold sends for itself, not an operation of the program
-  std::uint8_t step_of = 0;   // of a call inside another call: that call's step(); else 0
-  int whole_root = -1;        // of a call inside another call: that call's root
-  std::uint64_t layout = 0;   // of a call inside another call: layout_of that call's blocks, where ranks have blocks
+  int tag = 0;                 // of a send or receive; not negative, unless the message is internal
+  bool accepts_less = false;   // of a receive: the message may be shorter than the output
+  bool is_internal = false;    // a message that netfold sends for itself, not an operation of the program
+  bool copies_inputs = false;  // the algorithm works on a copy of the inputs, since outputs overlap them
+  std::uint8_t step_of = 0;    // of a call inside another call: that call's step(); else 0
+  int whole_root = -1;         // of a call inside another call: that call's root
+  std::uint64_t layout = 0;    // of a call inside another call: layout_of that call's blocks, where ranks have blocks
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
   transport::Pipe::GpuLease gpu;  // of a send or receive: its buffer is in this memory of a GPU; null: the host's

@@ -14,7 +14,7 @@
 namespace netfold::collective {
 
 // Checks a call by `rank` of `ranks`. Throws std::invalid_argument with a sentence for an operator that is undefined
-// for the dtype, a missing or uneven buffer, or a root that does not exist.
+// for the dtype, a missing or uneven buffer, outputs that overlap, or a root that does not exist.
 void validate(const Call& call, int rank, int ranks);
 
 // The ranks by host, for hierarchical calls (host_map.hpp).
@@ -31,13 +31,16 @@ struct Paths {
   Shares* shares = nullptr;            // of the switch paths and a ring, or null where unknown
 };
 
+// Whether an output overlaps an input that is needed later.
+bool needs_copied_inputs(const Call& call, int rank);
 // Whether the algorithm can run calls of that kind. The planner reads this table.
 bool supports(AlgorithmId algorithm, Kind kind);
 // Throws std::invalid_argument with a sentence where the algorithm chosen for `call` cannot run it.
 void validate_choice(const Call& call);
 
 // Makes the algorithm that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point
-// to.
+// to. With
+// `copies_inputs`, the algorithm works on a copy of the inputs.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths);
 // The same among some of the ranks. The call's root and buffers are indexed by position in `team`.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team);

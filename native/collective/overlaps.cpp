@@ -1,0 +1,122 @@
+// Calls whose outputs overlap their inputs: what works in place, and what works on a copy of the inputs.
+//
+// In place, without a copy: this rank's own block is the same memory as an input and as an output, which every
+// algorithm leaves where it is. In every other overlap a result would replace values that are still to be sent: an
+// all_to_all in place, or an output that lies across two inputs. Such a call works on a copy of its inputs, made when
+// its turn comes, since earlier calls may still write them. Cost: the memory and one pass over the inputs.
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "algorithms.hpp"
+
+namespace netfold::collective {
+namespace {
+
+// Bytes copied in one poll, so that the other groups of the thread go on.
+constexpr std::size_t kCopyBytes = 4 << 20;
+
+std::vector<Buffer> by_address(const std::vector<Buffer>& buffers) {
+  std::vector<Buffer> sorted;
+  std::ranges::copy_if(buffers, std::back_inserter(sorted), [](const Buffer& each) { return each.bytes > 0; });
+  if (!std::ranges::is_sorted(sorted, {}, &Buffer::data)) std::ranges::sort(sorted, {}, &Buffer::data);
+  return sorted;
+}
+
+const std::byte* end_of(const Buffer& buffer) { return buffer.data + buffer.bytes; }
+
+// The buffer of the rank's own block in a list of one a rank, or the only buffer of the list.
+const Buffer& own_of(const std::vector<Buffer>& buffers, int rank) {
+  return buffers[buffers.size() == 1 ? 0 : static_cast<std::size_t>(rank)];
+}
+
+class CopiedInputs final : public Algorithm {
+ public:
+  CopiedInputs(const Call& call, const Paths& paths) : call_(call), paths_(paths), copied_call_(call) {
+    copied_call_.copies_inputs = false;
+    std::size_t bytes = 0;
+    for (const Buffer& input : call.inputs) bytes += input.bytes;
+    copy_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    std::byte* next = copy_.get();
+    for (Buffer& input : copied_call_.inputs) {
+      input.data = next;
+      next += input.bytes;
+    }
+    // Calls over a switch begin in one order on all ranks, so this one must not begin later than the calls behind it.
+    if (call.algorithm == AlgorithmId::in_network) copy_inputs(bytes);
+  }
+
+  Progress poll(std::int64_t now_ns) override {
+    if (!begun_) {
+      copy_inputs(kCopyBytes);
+      return Progress::moved;
+    }
+    if (algorithm_ == nullptr) return Progress::done;
+    const Progress progress = algorithm_->poll(now_ns);
+    counts_ = algorithm_->counts();
+    substitute_ = algorithm_->substitute();
+    return progress == Progress::failed ? fail(algorithm_->failure()) : progress;
+  }
+  void wait_for(WaitSet& set) const override {
+    if (algorithm_ != nullptr) algorithm_->wait_for(set);
+    set.look_again |= !begun_;
+  }
+  std::vector<int> awaited() const override {
+    return algorithm_ != nullptr ? algorithm_->awaited() : std::vector<int>{};
+  }
+  bool awaited_may_wait() const override { return algorithm_ != nullptr && algorithm_->awaited_may_wait(); }
+
+ private:
+  void copy_inputs(std::size_t most) {
+    for (; number_ < call_.inputs.size() && most > 0; ++number_, first_ = 0) {
+      const std::size_t bytes = std::min(most, call_.inputs[number_].bytes - first_);
+      if (bytes > 0) {
+        std::memcpy(copied_call_.inputs[number_].data + first_, call_.inputs[number_].data + first_, bytes);
+      }
+      most -= bytes;
+      first_ += bytes;
+      if (first_ < call_.inputs[number_].bytes) return;
+    }
+    if (number_ < call_.inputs.size()) return;
+    begun_ = true;
+    algorithm_ = make_algorithm(copied_call_, paths_);
+  }
+
+  const Call& call_;
+  const Paths paths_;
+  Call copied_call_;
+  std::unique_ptr<std::byte[]> copy_;
+  std::size_t number_ = 0;  // of the input that is copied next, from the byte `first_` on
+  std::size_t first_ = 0;
+  bool begun_ = false;
+  std::unique_ptr<Algorithm> algorithm_;
+};
+
+}  // namespace
+
+bool outputs_overlap(const Call& call) {
+  if (call.outputs.size() < 2) return false;
+  const std::vector<Buffer> sorted = by_address(call.outputs);
+  const auto meets_next = [](const Buffer& each, const Buffer& next) { return next.data < end_of(each); };
+  return std::ranges::adjacent_find(sorted, meets_next) != sorted.end();
+}
+
+bool needs_copied_inputs(const Call& call, int rank) {
+  if (call.inputs.empty() || call.outputs.empty()) return false;
+  const std::vector<Buffer> outputs = by_address(call.outputs);
+  const Buffer& own_output = own_of(call.outputs, rank);
+  const std::byte* const own_input = own_of(call.inputs, rank).data;
+  return std::ranges::any_of(call.inputs, [&](const Buffer& input) {
+    if (input.bytes == 0) return false;
+    const auto first = std::ranges::upper_bound(outputs, input.data, {}, end_of);
+    if (first == outputs.end() || first->data >= end_of(input)) return false;
+    const bool is_own = input.data == own_input && input.data == own_output.data && input.bytes == own_output.bytes;
+    return !is_own;
+  });
+}
+
+std::unique_ptr<Algorithm> make_copied_inputs(const Call& call, const Paths& paths) {
+  return std::make_unique<CopiedInputs>(call, paths);
+}
+
+}  // namespace netfold::collective
