@@ -66,7 +66,7 @@ def _call(group: Communicator, kind: str, root: int, inputs: list[Array], output
 
 
 def _expected(kind: str, root: int, rank: int, given: list[list[Array]]) -> list[Array] | None:
-    """What `rank` gets; None where it gets nothing. given: every rank's inputs before the call."""
+    """The outputs of `rank`; None where it gets nothing. given: every rank's inputs before the call."""
     if kind == "all_gather" or (kind == "gather" and rank == root):
         return [inputs[0] for inputs in given]
     if kind == "scatter":
