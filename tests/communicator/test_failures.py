@@ -20,7 +20,7 @@ from load import seconds
 from ranks import Outcome, run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.communicator import PeerLost
+from netfold.communicator import Mismatch, PeerLost
 
 # The longest time from a failure without a timeout to its error.
 SOON_S = 3.0
@@ -562,3 +562,71 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str, rank_1_fai
 def test_ranks_of_one_host_get_an_abort_whichever_rank_they_wait_for(algorithm: str) -> None:
     for text in values(run_threads(give_and_abort, 3, algorithm, threading.Event())):
         assert "enough" in text
+
+
+# Calls that one rank refuses, while the others wait in the right one.
+REFUSED: dict[str, tuple[Call, Call]] = {
+    "rows of all_to_all": (
+        lambda group: group.all_to_all(np.ones(3), np.ones(3)),
+        lambda group: group.all_to_all(np.ones(3), np.ones(3), send_rows=[1, 1, 2]),
+    ),
+    "parts of all_gather": (
+        lambda group: group.all_gather(np.ones(2)),
+        lambda group: group.all_gather(np.ones(2), [np.ones(2)] * 2),
+    ),
+    "an operator": (
+        lambda group: group.reduce_scatter(np.ones(3)),
+        lambda group: group.reduce_scatter(np.ones(3), op="xor"),
+    ),
+    "strides": (
+        lambda group: group.all_reduce(np.ones(3)),
+        lambda group: group.all_reduce(np.ones((3, 2))[:, 0]),
+    ),
+    "a root": (
+        lambda group: group.broadcast(np.ones(3), 0),
+        lambda group: group.broadcast(np.ones(3), 3),
+    ),
+}
+
+informed = threading.Semaphore(0)  # a waiting rank has its error
+
+
+def _refuses(rank: int, size: int, folder: str, transport: str, name: str) -> tuple[str, str]:
+    right, wrong = REFUSED[name]
+    options = Options(transport=transport, probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60, join_timeout_s=60) as group:
+        # All refuse alike, and then one by one without a rank that waits: the group goes on.
+        for refuses in (True, rank == 0, rank == 1):
+            if refuses:
+                with pytest.raises((ValueError, TypeError)):
+                    wrong(group)
+            right(group)
+        if rank == 1:
+            with pytest.raises((ValueError, TypeError)) as refused:
+                wrong(group)
+            for _ in range(size - 1):
+                informed.acquire(timeout=seconds(30))
+            with pytest.raises((Mismatch, PeerLost)):
+                group.barrier()
+            return "refused", str(refused.value)
+        try:
+            right(group)
+            group.barrier()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        finally:
+            informed.release()
+        return "", ""
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranks_that_wait_for_a_rank_that_refused_the_call_learn_why(transport: str, name: str) -> None:
+    began = time.monotonic()
+    first, (_, reason), last = values(run_threads(_refuses, 3, transport, name))
+    assert time.monotonic() - began < seconds(10)
+    for error, text in (first, last):
+        assert error in ("Mismatch", "PeerLost") and "rank 1 refused its call" in text, text
+        assert reason[:100] in text, (reason, text)
+    assert "Mismatch" in (first[0], last[0])

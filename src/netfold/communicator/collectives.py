@@ -12,11 +12,14 @@ import numpy as np
 from netfold.communicator.arrays import Array, ArrayView, array_view, empty_like, reduction
 from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, region
 from netfold.communicator.minloc import LOC_OPS, pack, unpack
+from netfold.communicator.refusals import noted
 from netfold.communicator.work import ReceiveWork, Work
 
 # By op: native code and whether to average, for calls that `Group.all_reduce_here` can do.
 _PLAIN = {op: (code, False) for op, code in REDUCE_OPS.items() if op not in LOC_OPS}
 _PLAIN["avg"] = (REDUCE_OPS["sum"], True)
+
+_noted = noted("group")
 
 
 class Collectives:
@@ -32,7 +35,8 @@ class Collectives:
     asynchronous: True returns at once, with a `Work` whose `wait` returns the blocking call's result. This is a flag,
     as torch's `async_op`, and not a second set of methods. Results are typed Any, since they are the caller's arrays.
 
-    Raises ValueError and TypeError for a call that can never be right. Raises PeerLost, SwitchLost, Mismatch or
+    Raises ValueError and TypeError for a call that can never be right. The group goes on where all ranks refuse alike;
+    ranks that wait in the call fail after a second, with this rank's reason. Raises PeerLost, SwitchLost, Mismatch or
     CollectiveTimeout when other ranks fail; the group has then ended, and a new one is needed.
     """
 
@@ -65,9 +69,14 @@ class Collectives:
             plain = _PLAIN.get(op)
             if plain is not None and self.group.all_reduce_here(buffer, *plain, timeout_s):
                 return buffer
+        return self._all_reduce(buffer, out, op, timeout_s, asynchronous)
+
+    @_noted
+    def _all_reduce(self, buffer: Any, out: Any, op: str, timeout_s: float | None, asynchronous: bool) -> Any:
         result, view = _in_place("all_reduce", buffer, out)
         return self._run("all_reduce", view, [], [view.region], result, op, 0, timeout_s, asynchronous)
 
+    @_noted
     def all_reduce_loc(self, values: Any, indices: Any, *, op: str, timeout_s: float | None = None) -> tuple[Any, Any]:
         """Reduce `values` elementwise to the least (min_loc) or greatest (max_loc) of all ranks, with its index.
 
@@ -94,6 +103,7 @@ class Collectives:
         unpack(pairs, values, indices)
         return values, indices
 
+    @_noted
     def reduce(
         self,
         buffer: Any,
@@ -111,6 +121,7 @@ class Collectives:
             result, view = None, array_view(buffer, writable=False)
         return self._run("reduce", view, [], [view.region], result, op, root, timeout_s, asynchronous)
 
+    @_noted
     def broadcast(
         self, buffer: Any, root: int = 0, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
@@ -118,6 +129,7 @@ class Collectives:
         view = array_view(buffer, writable=self.rank != root)
         return self._run("broadcast", view, [], [view.region], buffer, None, root, timeout_s, asynchronous)
 
+    @_noted
     def all_gather(
         self, buffer: Any, into: Any = None, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
@@ -132,6 +144,7 @@ class Collectives:
         outputs, views = self._parts("all_gather", into, view, None, writable=True)
         return self._run("all_gather", view, [view.region], outputs, into, None, 0, timeout_s, asynchronous, views)
 
+    @_noted
     def gather(
         self,
         buffer: Any,
@@ -153,6 +166,7 @@ class Collectives:
             outputs, views = self._parts("gather", into, view, None, writable=True)
         return self._run("gather", view, [view.region], outputs, into, None, root, timeout_s, asynchronous, views)
 
+    @_noted
     def scatter(
         self, buffers: Any, into: Any, root: int = 0, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
@@ -167,6 +181,7 @@ class Collectives:
             inputs, views = self._parts("scatter", buffers, view, None, writable=False)
         return self._run("scatter", view, inputs, [view.region], into, None, root, timeout_s, asynchronous, views)
 
+    @_noted
     def reduce_scatter(
         self,
         buffers: Any,
@@ -188,6 +203,7 @@ class Collectives:
         inputs, views = self._parts("reduce_scatter", buffers, view, None, writable=False)
         return self._run("reduce_scatter", view, inputs, [view.region], into, op, 0, timeout_s, asynchronous, views)
 
+    @_noted
     def all_to_all(
         self,
         buffers: Any,

@@ -84,6 +84,8 @@ class GroupMonitor:
     reconnecting: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, former reconnects
     # Connections that one of their ends closed since they were idle: their reconnect is nothing to warn of.
     released: set[ConnectionKey] = field(default_factory=set)
+    # The collective that this rank's last refused call would have been, and why it was refused.
+    refused: tuple[int, str] = (0, "")
     # Set when this rank closes the group: in a tuple of one, the failure before that, or None.
     _failure_at_close: tuple[Any] | None = None
     first_connections: FirstConnections = field(init=False)
@@ -140,6 +142,11 @@ class GroupMonitor:
             stream.close()
             raise
 
+    def refused_call(self, sequence: int) -> str | None:
+        """The reason why this rank refused its next collective, in or behind which a rank waits in `sequence`."""
+        refused, reason = self.refused
+        return reason if refused == self.native.collectives_submitted + 1 <= sequence else None
+
     def handle_request(self, peer: int, request: Message) -> tuple[Message, Any]:
         """Reply to another rank's request (listener.RequestHandler)."""
         if request["type"] in self.handlers:
@@ -152,6 +159,7 @@ class GroupMonitor:
                 "calls": self.native.collectives_submitted,
                 "failure": self.failure,
                 "expired": self.native.expired,
+                "refused": self.refused_call(request["sequence"]),
             }, None
         lane, rail = request["lane"], request["rail"]
         if request["type"] == "release":
@@ -365,6 +373,11 @@ class GroupMonitor:
                     f"rank {rank} is in {call}, this rank {self.rank} in {own_call}; every rank must make the same "
                     "calls in the same order with the same sizes"
                 )
+                self.native.fail(_FAILURES.index("mismatch"), rank, text)
+                return
+            refused = reply.get("refused")
+            if refused is not None:
+                text = f"rank {rank} refused its call: {refused}; rank {self.rank} waits for it in {own_call}"
                 self.native.fail(_FAILURES.index("mismatch"), rank, text)
                 return
             if reply.get("failure") is not None:

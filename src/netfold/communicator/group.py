@@ -45,6 +45,9 @@ KINDS: dict[str, int] = engine.KINDS
 ELEMENTS: dict[str, int] = engine.ELEMENTS
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
 _SEND = KINDS["send"]
+_TRANSFERS = ("send", "receive")
+# The most of a refused call's error that other ranks get.
+_REASON_CHARACTERS = 400
 # The `root` of a receive from whichever rank sends first.
 ANY_SOURCE: int = engine.ANY_SOURCE
 
@@ -278,18 +281,31 @@ class Group:
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        return self._native.submit(
-            KINDS[kind],
-            ELEMENTS[dtype],
-            REDUCE_OPS[reduce],
-            average,
-            root,
-            inputs,
-            outputs,
-            int(seconds * 1e9),
-            wait_here,
-            tag,
-        )
+        try:
+            return self._native.submit(
+                KINDS[kind],
+                ELEMENTS[dtype],
+                REDUCE_OPS[reduce],
+                average,
+                root,
+                inputs,
+                outputs,
+                int(seconds * 1e9),
+                wait_here,
+                tag,
+            )
+        except (ValueError, TypeError) as error:
+            if kind not in _TRANSFERS:
+                self.note_refusal(error)
+            raise
+
+    def note_refusal(self, error: Exception) -> None:
+        """Note why this rank refused its next collective. Ranks that wait in it ask after a second, and fail with it.
+
+        The group goes on where all ranks refuse alike, or this rank makes the call after all.
+        """
+        reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+        self._monitor.refused = (self.collectives_submitted + 1, reason)
 
     @property
     def native(self) -> Any:
@@ -313,7 +329,11 @@ class Group:
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        return self._native.submit(kind, element, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
+        try:
+            return self._native.submit(kind, element, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
+        except (ValueError, TypeError) as error:
+            self.note_refusal(error)
+            raise
 
     def run_in_place(
         self, kind: int, element: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
@@ -342,7 +362,11 @@ class Group:
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        operation = self._native.all_reduce_here(array, reduce, average, int(seconds * 1e9))
+        try:
+            operation = self._native.all_reduce_here(array, reduce, average, int(seconds * 1e9))
+        except (ValueError, TypeError) as error:
+            self.note_refusal(error)
+            raise
         if operation is None:
             return True
         if operation is NotImplemented:

@@ -187,7 +187,7 @@ def by_splits(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
         if rows % size:
             raise ValueError(f"all_to_all_single: {rows} rows do not divide by {size} ranks")
         splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
         raise ValueError(f"all_to_all_single: splits {splits} do not cover {rows} rows on {size} ranks")
     return list(torch.split(tensor, splits))
 

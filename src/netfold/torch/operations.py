@@ -25,6 +25,7 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, KINDS, Region
 from netfold.communicator.reconfigure import Generations
+from netfold.communicator.refusals import noted
 from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copy_call
@@ -41,6 +42,7 @@ Work = HostWork | DeviceWork | CoalescedWork
 AnyWork = TypeVar("AnyWork", bound=Work)
 
 _ALL_REDUCE = KINDS["all_reduce"]
+_noted = noted("netfold")
 _profiling = torch._C._autograd._profiler_enabled
 _profiled = torch._C._profiler._RecordFunctionFast  # this variant takes tensors, so the profiler shows their shapes
 
@@ -127,6 +129,10 @@ class Operations:
                     _ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts), wait_here=False
                 )
                 return self._plain_work(operation, tensors)
+        return self._all_reduce(tensors, opts)
+
+    @_noted
+    def _all_reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         prepared = [calls.reduction_call("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
@@ -166,6 +172,7 @@ class Operations:
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
 
+    @_noted
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         (tensor,) = tensors
         is_root = opts.rootRank == self.netfold.rank
@@ -178,6 +185,7 @@ class Operations:
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @_noted
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work | None:
@@ -186,6 +194,7 @@ class Operations:
             outputs, [calls.by_rank(whole, part, self.netfold.size) for part, whole in pairs], opts
         )
 
+    @_noted
     def _reduce_scatter(self, outputs: list[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any) -> Work | None:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         for each in parts:
@@ -198,6 +207,7 @@ class Operations:
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
+    @_noted
     def broadcast(self, tensors: list[Tensor], opts: Any = 0) -> Work | None:
         if isinstance(opts, int):  # one of torch's overloads
             tensors, opts = calls.as_list(tensors), calls.with_root(dist.BroadcastOptions(), opts)
@@ -209,6 +219,7 @@ class Operations:
             outputs, inputs = [outputs], [inputs]
         return self._all_gather(outputs, inputs, outputs, opts)
 
+    @_noted
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work | None:
         # torch lists outputs by rank, then by tensor.
         self._one_a_rank("all_gather_coalesced", "output", outputs)
@@ -218,11 +229,13 @@ class Operations:
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @_noted
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         pairs = zip(outputs, inputs, strict=True)
         by_tensor = [calls.by_rank(whole, part, self.netfold.size) for whole, part in pairs]
         return self._all_gather(by_tensor, inputs, outputs, opts)
 
+    @_noted
     def _all_gather(
         self, parts: Sequence[Sequence[Tensor]], inputs: list[Tensor], result: Any, opts: Any
     ) -> Work | None:
@@ -232,6 +245,7 @@ class Operations:
         prepared = [copy_call("all_gather", [own], each) for each, own in zip(parts, inputs, strict=True)]
         return self._together(prepared, result, opts)
 
+    @_noted
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
         (own,) = inputs
         parts = outputs[0] if outputs else []
@@ -239,6 +253,7 @@ class Operations:
             self._one_a_rank("gather", "output", parts)
         return self._together([copy_call("gather", [own], parts, root=opts.rootRank)], outputs, opts)
 
+    @_noted
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work | None:
         (own,) = outputs
         parts = inputs[0] if inputs else []
@@ -248,11 +263,13 @@ class Operations:
                 raise ValueError("scatter: every input tensor must have the output's size and dtype")
         return self._together([copy_call("scatter", parts, [own], root=opts.rootRank)], outputs, opts)
 
+    @_noted
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         self._one_a_rank("all_to_all", "input", inputs)
         self._one_a_rank("all_to_all", "output", outputs)
         return self._together([copy_call("all_to_all", inputs, outputs)], outputs, opts)
 
+    @_noted
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work | None:
