@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from worlds import Case, check
+from worlds import BY_DISPATCHER, Case, check
 
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("torch_layouts")]  # the world is made once
 
@@ -118,6 +118,9 @@ _CONJUGATED: dict[str, tuple[Layout, tuple[tuple[int, ...], ...]]] = {
     "conjugated and strided": (lambda values: conjugated(strided(values)), _PLAIN_SHAPES),
     "conjugated inference": (inference(conjugated), _PLAIN_SHAPES),
 }
+if BY_DISPATCHER:  # torch's dispatcher hands any backend a copy of such a tensor, and the result is lost, over gloo too
+    _REAL = {name: layout for name, layout in _REAL.items() if "negated" not in name and "conjugate" not in name}
+    _CONJUGATED = {}
 _EXPANDED: dict[str, tuple[Layout, tuple[tuple[int, ...], ...]]] = {"expanded": (lambda values: values, _PLAIN_SHAPES)}
 
 # Whether asynchronous, and whether in inference mode.

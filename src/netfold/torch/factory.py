@@ -29,7 +29,7 @@ from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations, operations_of
-from netfold.torch.store import TorchStore
+from netfold.torch.store import TorchStore, store_lost
 
 # The first release in which Python can subclass torch's C++ class Backend.
 BACKEND_SINCE = (2, 14)
@@ -195,7 +195,10 @@ def open_group(
         with contextlib.suppress(ParentLost):
             return connect(parent.group.meeting(parent.ranks, parent.name, store_host()))
     former_switch = None if parent is None else parent.group.options.switch
-    return connect(StoreMeeting(TorchStore(part), rank, size, store_host(), former_switch))
+    try:
+        return connect(StoreMeeting(TorchStore(part), rank, size, store_host(), former_switch))
+    except dist.DistNetworkError as error:
+        raise store_lost(f"rank {rank} of {size} of a new group", error) from None
 
 
 def close_at_exit(operations: Any) -> Any:

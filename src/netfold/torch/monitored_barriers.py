@@ -11,9 +11,11 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from netfold.errors import CollectiveTimeout
+from netfold.torch.store import store_lost
 
 # Rank 0 may begin later than this rank and still wait when this rank's timeout is over. Rank 0's result is better than
 # this rank's own view, so wait longer for it.
@@ -30,7 +32,16 @@ class MonitoredBarriers:
         self._lock = threading.Lock()
 
     def wait_all(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Wait until every rank has called this. CollectiveTimeout names the missing ranks, on every other rank."""
+        """Wait until every rank has called this. CollectiveTimeout names the missing ranks, on every other rank.
+
+        PeerLost if the store is gone, and with it rank 0 of the job.
+        """
+        try:
+            self._wait_all(timeout_s, wait_all_ranks)
+        except dist.DistNetworkError as error:
+            raise store_lost(f"rank {self._rank}: monitored_barrier", error) from None
+
+    def _wait_all(self, timeout_s: float, wait_all_ranks: bool) -> None:
         store, rank, size = self._store, self._rank, self._size
         with self._lock:
             self._count += 1
@@ -82,6 +93,8 @@ def _wait(store: Store, keys: list[str], deadline: float) -> list[int]:
         try:
             store.wait(keys, timedelta(seconds=left))
             return []
+        except dist.DistNetworkError:
+            raise
         except RuntimeError:  # DistStoreError: not all in time
             pass
     return [index for index, key in enumerate(keys) if not store.check([key])]

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from netfold.errors import PeerLost
+
 # A shorter wait only asks whether a key is there.
 _SHORT_S = 0.01
+
+
+def store_lost(what: str, error: Exception) -> PeerLost:
+    """The error for an operation that torch's store no longer answers; torch's own says no more than "Broken pipe".
+
+    what: the rank and the operation.
+    """
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = "torchrun's agent on the first host" if by_agent else "rank 0 of the job"
+    return PeerLost(
+        f"{what}: torch's store no longer answers ({error}): {server}, which serves it, has ended; "
+        "look at its log first",
+        rank=None if by_agent else 0,
+    )
 
 
 class TorchStore:
