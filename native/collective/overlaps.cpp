@@ -25,6 +25,29 @@ std::vector<Buffer> by_address(const std::vector<Buffer>& buffers) {
 
 const std::byte* end_of(const Buffer& buffer) { return buffer.data + buffer.bytes; }
 
+// The memory from the first to the last byte of all buffers. Tells most calls without an overlap, and allocates nothing.
+Buffer extent_of(const std::vector<Buffer>& buffers) {
+  const std::byte* first = nullptr;
+  const std::byte* last = nullptr;
+  for (const Buffer& each : buffers) {
+    if (each.bytes == 0) continue;
+    first = first == nullptr ? each.data : std::min<const std::byte*>(first, each.data);
+    last = std::max(last, end_of(each));
+  }
+  return {const_cast<std::byte*>(first), static_cast<std::size_t>(last - first)};
+}
+
+// Whether each buffer begins behind the one before, as the parts of one tensor do.
+bool are_consecutive(const std::vector<Buffer>& buffers) {
+  const std::byte* end = nullptr;
+  return std::ranges::all_of(buffers, [&](const Buffer& each) {
+    if (each.bytes == 0) return true;
+    const bool is_behind = each.data >= end;
+    end = end_of(each);
+    return is_behind;
+  });
+}
+
 // The buffer of the rank's own block in a list of one a rank, or the only buffer of the list.
 const Buffer& own_of(const std::vector<Buffer>& buffers, int rank) {
   return buffers[buffers.size() == 1 ? 0 : static_cast<std::size_t>(rank)];
@@ -95,14 +118,16 @@ class CopiedInputs final : public Algorithm {
 }  // namespace
 
 bool outputs_overlap(const Call& call) {
-  if (call.outputs.size() < 2) return false;
+  if (call.outputs.size() < 2 || are_consecutive(call.outputs)) return false;
   const std::vector<Buffer> sorted = by_address(call.outputs);
   const auto meets_next = [](const Buffer& each, const Buffer& next) { return next.data < end_of(each); };
   return std::ranges::adjacent_find(sorted, meets_next) != sorted.end();
 }
 
 bool needs_copied_inputs(const Call& call, int rank) {
-  if (call.inputs.empty() || call.outputs.empty()) return false;
+  const Buffer all_inputs = extent_of(call.inputs);
+  const Buffer all_outputs = extent_of(call.outputs);
+  if (all_inputs.data >= end_of(all_outputs) || all_outputs.data >= end_of(all_inputs)) return false;
   const std::vector<Buffer> outputs = by_address(call.outputs);
   const Buffer& own_output = own_of(call.outputs, rank);
   const std::byte* const own_input = own_of(call.inputs, rank).data;
