@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+import typer.main
 from load import seconds
 from page_script import FENCE, run_page, script_of
 from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT, files
 
+from netfold.cli import app
 from netfold.switch.metrics import PACKET_KINDS, exposition
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")])
@@ -145,6 +150,53 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     pages |= set((ROOT / "bench" / "results").glob("*.md"))
     assert not sorted(str(page.relative_to(ROOT)) for page in pages - listed)
     assert all(page.exists() for page in listed)
+
+
+COMMAND = re.compile(
+    r"^ *(?:[\w-]*[$#] +)?((?:[A-Z_]+=\S+ +)*netfold [a-z-].*)$|`((?:[A-Z_]+=\S+ )*netfold [a-z-][^`]*)`", re.M
+)
+
+
+def netfold_commands(page: Path) -> list[list[str]]:
+    """The words behind `netfold` of each command of a page, in a block or in a line of text."""
+    commands = []
+    for block, inline in COMMAND.findall(page.read_text().replace("\\\n", " ")):
+        # A sentence that begins with the name at a line's start is no command.
+        with contextlib.suppress(ValueError):
+            words = shlex.split((block or inline).replace("\n", " "), comments=True)
+            words = words[words.index("netfold") + 1 :]
+            ends = [index for index, word in enumerate(words) if re.match(r"&|\||;|·|\[|\d?[<>]", word)]
+            commands.append(words[: ends[0]] if ends else words)
+    return commands
+
+
+def test_the_command_line_takes_every_command_of_every_page() -> None:
+    """Verbs, options and values are parsed, as far as parsing needs no file; nothing runs."""
+    root = typer.main.get_command(app)
+    refused = []
+    count = 0
+    for page in PAGES:
+        for words in [] if page.name == "CHANGELOG.md" else netfold_commands(page):
+            if words[0] not in root.commands:  # type: ignore[attr-defined]
+                continue
+            count += 1
+            context, command, rest = None, root, ["netfold", *words]
+            try:
+                while rest:
+                    context = command.make_context(rest[0], rest[1:], parent=context)
+                    rest = [*context._protected_args, *context.args]
+                    command = getattr(command, "commands", {}).get(rest[0]) if rest else None
+                    if command is None:
+                        break
+            except typer.Exit:
+                continue
+            except Exception as error:
+                # A page may name a verb without its arguments.
+                if type(error).__name__ in ("MissingParameter", "NoArgsIsHelpError", "BadOptionUsage"):
+                    continue
+                refused.append(f"{page.relative_to(ROOT)}: netfold {' '.join(words)}: {error}")
+    assert not refused
+    assert count > 200
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "FileStore", "Options", "__version__", "empty", "profile"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # torch's plugin loader imports this package in every process that imports torch, so it must load little.
     if name == "profile":

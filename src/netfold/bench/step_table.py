@@ -1,6 +1,7 @@
 """Replayed steps, and the models themselves, as text for a terminal. Pure."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from netfold.bench.program import gradient_buckets
 from netfold.bench.step import StepRow
@@ -30,6 +31,26 @@ def render_steps(rows: Sequence[StepRow]) -> str:
     ]
     lines += [f"# {row.model}, {row.backend}: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines)
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """Every known model: what it sends in a step, how long one accelerator computes, and the source of that."""
+    return [
+        {
+            "model": model.name,
+            "parameters": model.parameters,
+            "tensors": len(model.gradients),
+            "gradient_bytes": model.gradient_bytes,
+            "buckets": len(gradient_buckets(model)),
+            "flops": model.flops,
+            "batch": model.speed.batch,
+            "samples_per_s": model.speed.samples_per_s,
+            "compute_s": model.compute_s,
+            "derived": model.speed.derived,
+            "source": model.speed.source,
+        }
+        for model in map(find_model, MODELS)
+    ]
 
 
 def render_models() -> str:

@@ -28,14 +28,13 @@ from netfold.cli import (
     top,
     train,
 )
-from netfold.cli.verb import CANNOT
+from netfold.cli.verb import CANNOT, new_app
 from netfold.extras import MissingExtraError, missing_extra
 
-app = typer.Typer(
+app = new_app(
     name="netfold",
     help="The network part of a training job: collectives that add up gradients inside the network.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
 )
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from netfold.cli.output import Output, with_output
-from netfold.cli.verb import FAILED, exit_on, time_option
+from netfold.cli.verb import FAILED, exit_on, new_app, time_option
 from netfold.extras import need
 
-app = typer.Typer(help="Benchmarks in nccl-tests' words, every backend paired with its peers.", no_args_is_help=True)
+app = new_app(help="Benchmarks in nccl-tests' words, every backend paired with its peers.", no_args_is_help=True)
 
 _Check = Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="Check every element (1) or none (0).")]
 _Ranks = Annotated[int, typer.Option(help="Ranks.")]
@@ -156,12 +156,12 @@ def model(
     from netfold.bench.runner import BenchError
     from netfold.bench.sizes import parse_size
     from netfold.bench.step import describe_network, replay_models, total_wrong
-    from netfold.bench.step_table import render_models, render_steps
+    from netfold.bench.step_table import model_rows, render_models, render_steps
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
 
     if name == ["list"]:
-        typer.echo(render_models())
+        output.show(render_models(), json=model_rows, csv=model_rows)
         return
     with exit_on("bench model", RackError, ValueError), exit_on("bench model", BenchError, code=FAILED):
         place = BenchEnvironment(ranks, rack_rate, loss, delay, switch, round(timeout))
@@ -313,8 +313,8 @@ def figures(
     from netfold.rack.processes import exit_on_signals
 
     if only == ["list"]:
-        for figure in FIGURES.values():
-            typer.echo(f"{figure.name:12} {figure.title}")
+        titles = {figure.name: figure.title for figure in FIGURES.values()}
+        output.show("\n".join(f"{name:12} {title}" for name, title in titles.items()), json=lambda: titles)
         return
     with exit_on("bench figures", RackError, ValueError):
         if redraw:

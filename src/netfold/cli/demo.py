@@ -29,7 +29,7 @@ def demo(
     Writes report.html. The exit code is 0 if the network beats bicubic enlargement on held-out photographs and both
     backends gave the same losses except for rounding. Otherwise it is 1, and stderr names the condition that failed.
     """
-    from rich.console import Console
+    from netfold.console import plain_console
 
     need("netfold demo", NEEDED, "demo")
 
@@ -44,7 +44,7 @@ def demo(
             SMALLEST if quick else Training(), **{name: value for name, value in chosen.items() if value is not None}
         )
         out.mkdir(parents=True, exist_ok=True)  # fail now, not after two minutes of training
-    console = Console()
+    console = plain_console()
     runs = experiment.runs_over_netfold(training) + experiment.runs_over_gloo(training)
     with exit_on("demo", LaunchError, code=FAILED), render.Steps(console, runs) as steps_shown:
         result = experiment.run_experiment(training, steps_shown.stepped)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from netfold.cli.output import Output, with_output
-from netfold.cli.verb import FAILED, exit_on, time_option
+from netfold.cli.verb import FAILED, exit_on, new_app, time_option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(help="Find out what is wrong, before a job or in a job that hangs.", no_args_is_help=True)
+app = new_app(help="Find out what is wrong, before a job or in a job that hangs.", no_args_is_help=True)
 
 
 @app.command()
@@ -112,6 +112,7 @@ def fabric(output: Output) -> None:
     Exit code 1 if none can be used.
     """
     from rich.table import Table
+    from rich.text import Text
 
     from netfold.diagnostics import fabric as libfabric
 
@@ -122,7 +123,7 @@ def fabric(output: Output) -> None:
     providers = libfabric.providers()
     table = Table("provider", "version", "over", "", title=f"libfabric {version}", title_justify="left", box=None)
     for each in providers:
-        status = f"[red]cannot be used: {each.why_not}[/]" if each.why_not else ", ".join(each.can)
+        status = Text(f"cannot be used: {each.why_not}", "red") if each.why_not else Text(", ".join(each.can))
         table.add_row(each.name, each.version, ", ".join(each.devices), status)
     output.show(
         lambda console: console.print(table),

@@ -6,17 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from netfold.cli.output import Output, with_output
 from netfold.cli.verb import exit_on, rate_option, time_option
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from netfold.communicator import Options
 
 # The timeout of a query to a switch.
 _SWITCH_S = 1.0
 
 
+@with_output("json")
 def explain(
     operation: Annotated[str, typer.Argument(help="all-reduce, broadcast, all-gather, ...")],
+    output: Output,
     size: Annotated[str, typer.Option(help="Bytes of the whole tensor, such as 4, 64K, 16M.")] = "16M",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in the group.")] = 4,
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the ranks; default: one for each rank.")] = None,
@@ -32,9 +37,8 @@ def explain(
     is that of the tensor to reduce or broadcast, of the result of all-gather, of a rank's input to reduce-scatter and
     all-to-all.
     """
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
-    from rich.console import Console
     from rich.table import Table
 
     from netfold import units
@@ -64,21 +68,10 @@ def explain(
             wire=str(options.wire_dtype),
             topology=topology,
             links=links,
+            example_bytes=size_bytes,
         )
         row = table.choose(name, size_bytes)
         about_switch = no_switch if switch is None else _protection(switch, str(options.security))
-    console = Console()
-    if ranks > 1:
-        where = f"{ranks} ranks" if hosts is None else f"{ranks} ranks on {hosts} hosts"
-        shown = Table(title=f"{name} of {size} on {where}", title_justify="left")
-        shown.add_column("algorithm")
-        shown.add_column("predicted", justify="right")
-        shown.add_column("")
-        for each in candidates(name, size_bytes, topology, links, switch=switch, wire=row.wire):
-            chosen = each.algorithm == row.algorithm
-            time = "-" if each.seconds is None else units.seconds(each.seconds)
-            shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
-        console.print(shown)
     sentences = [f"* {row.algorithm}, wire {row.wire}: {row.reason}"]
     if apart:
         sentences.append(f"ranks of one host do not share memory: NETFOLD_TRANSPORT={options.transport}")
@@ -93,7 +86,37 @@ def explain(
         from netfold.torch.device.selftest import run_selftest
 
         sentences += run_selftest()[0]
-    console.print("\n".join(sentences), soft_wrap=True, highlight=False, markup=False)
+    found = candidates(name, size_bytes, topology, links, switch=switch, wire=row.wire) if ranks > 1 else []
+
+    def show(console: Console) -> None:
+        if found:
+            where = units.plural(ranks, "rank") + ("" if hosts is None else f" on {units.plural(hosts, 'host')}")
+            table = Table(title=f"{name} of {size} on {where}: {row.algorithm}", title_justify="left")
+            table.add_column("algorithm")
+            table.add_column("predicted", justify="right")
+            table.add_column("")
+            for each in found:
+                chosen = each.algorithm == row.algorithm
+                time = "-" if each.seconds is None else units.seconds(each.seconds)
+                style = "bold" if chosen else None
+                table.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style=style)
+            console.print(table)
+        console.print("\n".join(sentences), soft_wrap=True, highlight=False)
+
+    output.show(
+        show,
+        json=lambda: {
+            "operation": name,
+            "size_bytes": size_bytes,
+            "ranks": ranks,
+            "hosts": host_count,
+            "algorithm": row.algorithm,
+            "wire": row.wire,
+            "reason": row.reason,
+            "candidates": [asdict(each) for each in found],
+            "notes": sentences[1:],
+        },
+    )
 
 
 def _windows(options: Options, workers: int) -> list[str]:

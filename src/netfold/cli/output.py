@@ -66,14 +66,13 @@ def with_output(*forms: str) -> Callable[[Callable[..., None]], Callable[..., No
     forms: those that the verb can render beside a table.
     """
     form_type: Any = enum.Enum("Form", [(form, form) for form in ("table", *forms)])  # type: ignore[misc]
-    form_option = typer.Option("--output", help="The form of the result; default: the suffix of -o, else table.")
+    form_option = typer.Option("--output", help="The form of the result; default: the ending of -o, else table.")
     file_option = typer.Option("-o", dir_okay=False, writable=True, help="Write the result to this file.")
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
         def run(*args: Any, output_form: Any, output_file: Path | None, **named: Any) -> None:
-            suffix = "" if output_file is None else output_file.suffix.removeprefix(".")
-            form = output_form.value if output_form else suffix if suffix in forms else "table"
+            form = output_form.value if output_form else _form_of(output_file, forms)
             if output_file is not None and not output_file.parent.is_dir():
                 raise typer.BadParameter(f"there is no folder {output_file.parent}", param_hint="-o")
             verb(*args, output=Output(form, output_file), **named)
@@ -90,6 +89,17 @@ def with_output(*forms: str) -> Callable[[Callable[..., None]], Callable[..., No
         return run
 
     return decorate
+
+
+def _form_of(file: Path | None, forms: Sequence[str]) -> str:
+    """The form of a file's ending: a table without one and for .txt."""
+    suffix = "" if file is None else file.suffix.removeprefix(".")
+    if suffix in ("", "txt"):
+        return "table"
+    if suffix not in forms:
+        endings = ", ".join(f".{form}" for form in (*forms, "txt"))
+        raise typer.BadParameter(f"{file}: the endings are {endings}; --output allows any", param_hint="-o")
+    return suffix
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:
@@ -127,8 +137,8 @@ def _write(value: Table, stream: TextIO) -> None:
     if isinstance(value, str):
         print(value.removesuffix("\n"), file=stream, flush=True)
         return
-    from rich.console import Console
+    from netfold.console import plain_console
 
     columns = os.environ.get("COLUMNS", "")
     piped = max(_PIPED_WIDTH, int(columns) if columns.isdecimal() else 0)
-    value(Console(file=stream, width=None if stream.isatty() else piped))
+    value(plain_console(file=stream, width=None if stream.isatty() else piped))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typer
-
 from netfold.cli import plan_inputs, plan_predict
-from netfold.cli.verb import DefaultCommandGroup
+from netfold.cli.verb import DefaultCommandGroup, new_app
 
-app = typer.Typer(
+app = new_app(
     cls=DefaultCommandGroup,
     help="What scaling out will bring, on which network, split how: `netfold plan JOB.toml`, or options.",
     no_args_is_help=True,

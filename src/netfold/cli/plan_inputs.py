@@ -10,25 +10,28 @@ from netfold.cli.output import Output, with_output
 from netfold.cli.verb import exit_on
 
 
-def clusters() -> None:
+@with_output("json")
+def clusters(output: Output) -> None:
     """List clusters by name: devices, the links between them, the sources of the figures."""
-    from netfold.plan.render.listed import render_clusters
+    from netfold.plan.render.listed import list_clusters, render_clusters
 
-    typer.echo(render_clusters())
+    output.show(render_clusters(), json=list_clusters)
 
 
-def models() -> None:
+@with_output("json")
+def models(output: Output) -> None:
     """List models by name: dimensions, parameters, sources."""
-    from netfold.plan.render.listed import render_models
+    from netfold.plan.render.listed import list_models, render_models
 
-    typer.echo(render_models())
+    output.show(render_models(), json=list_models)
 
 
-def networks() -> None:
+@with_output("json")
+def networks(output: Output) -> None:
     """List networks for `--compare network=...`, and what each changes between a cluster's nodes."""
-    from netfold.plan.render.listed import render_networks
+    from netfold.plan.render.listed import list_networks, render_networks
 
-    typer.echo(render_networks())
+    output.show(render_networks(), json=list_networks)
 
 
 @with_output("json")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from netfold.cli.output import Output, with_output
-from netfold.cli.verb import exit_on
+from netfold.cli.verb import exit_on, names_and_files
 
 # The keys of a job's file that have an option, by section. `predict` reads their values from the context.
 _KEYS = {
@@ -23,13 +23,42 @@ _KEYS = {
 _OPTIONS = {"gpu_hour": "price", "gpus": "ranks"}
 
 
+def _models() -> Sequence[str]:
+    from netfold.plan.model.registry import names
+
+    return names()
+
+
+def _clusters() -> Sequence[str]:
+    from netfold.plan.cluster import preset_names
+
+    return preset_names()
+
+
+def _recipes() -> Sequence[str]:
+    from netfold.train.recipe.load import shipped_names
+
+    return shipped_names()
+
+
 @with_output("json", "html")
 def predict(
     context: typer.Context,
     output: Output,
-    file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/reference/plan/index.md.")] = None,
-    model: Annotated[str | None, typer.Option(help="A name, or gpt:hidden=..,layers=..,heads=..,sequence=...")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A recipe of `netfold train`, instead of a model.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); its keys are options, too.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A name of `netfold plan models`, or gpt:hidden=..,layers=..,heads=..,sequence=..",
+            autocompletion=names_and_files(_models),
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="A recipe of `netfold train`, instead of a model.", autocompletion=names_and_files(_recipes, ".toml")
+        ),
+    ] = None,
     module: Annotated[
         str | None, typer.Option(help="A torch module, instead of a model: package.module:factory:width=128.")
     ] = None,
@@ -47,7 +76,11 @@ def predict(
         typer.Option("--set", metavar="KEY=VALUE", help="Set a recipe's key: parallel.pipeline=4."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="A name, a file's path (.toml), or measured=FILE,device=NAME.")
+        str | None,
+        typer.Option(
+            help="A name of `netfold plan clusters`, a file's path (.toml), or measured=FILE,device=NAME.",
+            autocompletion=names_and_files(_clusters, ".toml"),
+        ),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks to train on, one for each device.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of a step, of all ranks together.")] = None,

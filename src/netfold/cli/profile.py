@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from netfold.cli.output import STDOUT_TABLE, Output, with_output
-from netfold.cli.verb import exit_on
+from netfold.cli.verb import exit_on, new_app
 
-app = typer.Typer(help="Show where a training job spends its time on the network.", no_args_is_help=True)
+app = new_app(help="Show where a training job spends its time on the network.", no_args_is_help=True)
 
 _Run = Annotated[Path, typer.Argument(help="The folder that `netfold profile run` wrote.")]
 _Buckets = Annotated[str, typer.Option(help="Upper bounds of the size buckets; K, M, G are 2^10, 2^20, 2^30.")]

@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from netfold.cli.output import Output, with_output
-from netfold.cli.verb import CANNOT, FAILED, exit_on
+from netfold.cli.verb import CANNOT, FAILED, exit_on, new_app
 
-app = typer.Typer(help="An emulated rack on this machine: namespaces and shaped links. Needs root.")
+app = new_app(help="An emulated rack on this machine: namespaces and shaped links. Needs root.")
 
 Hosts = Annotated[int, typer.Option(help="Hosts, with one worker each.")]
 Rate = Annotated[str, typer.Option(help="Rate of every link in each direction, as tc writes it: 1gbit, 200mbit.")]

@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 
 from netfold.cli.output import STDOUT_TABLE, Output, with_output
-from netfold.cli.verb import CANNOT, FAILED, exit_on, time_option
+from netfold.cli.verb import CANNOT, FAILED, exit_on, new_app, time_option
 
-app = typer.Typer(help="Run an aggregator: it adds up the gradients of the jobs that join it.")
+app = new_app(help="Run an aggregator: it adds up the gradients of the jobs that join it.")
 
 # An environment variable, so that a container's health check uses the same port as its switch.
 METRICS = "NETFOLD_SWITCH_METRICS"
@@ -34,7 +34,7 @@ def switch(
         typer.Option("--open", help="Serve a network address without TLS and tokens, on a trusted network."),
     ] = False,
     token_file: Annotated[
-        Path | None, typer.Option(help="Lines of `tenant token` (docs/reference/switch.md); turns TLS on.")
+        Path | None, typer.Option(help="Lines of `tenant token`, readable by you alone; turns TLS on.")
     ] = None,
     state_dir: Annotated[
         Path | None,
@@ -79,14 +79,14 @@ def switch(
         list[str] | None,
         typer.Option(
             help="A provider of libfabric, as in NETFOLD_TRANSPORT=fabric:PROVIDER, that workers may use beside UDP; "
-            "repeat it for several (docs/how-to/fabric.md)."
+            "repeat it for several."
         ),
     ] = None,
     dataplane: Annotated[
         str,
         typer.Option(
-            help="user: threads of this process. bmv2: a P4 pipeline, native/p4/netfold.p4 in bmv2's simple_switch "
-            "(docs/reference/hardware-profile.md); needs --pipeline and --hosts."
+            help="user: threads of this process. bmv2: a P4 pipeline, native/p4/netfold.p4 in bmv2's simple_switch; "
+            "needs --pipeline and --hosts."
         ),
     ] = "user",
     pipeline: Annotated[str | None, typer.Option(help="The Thrift server of the simple_switch, host:port.")] = None,
@@ -240,6 +240,7 @@ def status(
 
     from rich.live import Live
 
+    from netfold.console import plain_console
     from netfold.switch.status_table import fetch_status, render
     from netfold.switch_protocol import control_messages
 
@@ -250,7 +251,8 @@ def status(
         if once or output != STDOUT_TABLE:
             output.show(lambda console: console.print(render(now, None)), json=lambda: now)
             return
-        with contextlib.suppress(KeyboardInterrupt), Live(render(now, None), auto_refresh=False) as live:
+        shown = Live(render(now, None), console=plain_console(), auto_refresh=False)
+        with contextlib.suppress(KeyboardInterrupt), shown as live:
             while True:
                 time.sleep(interval)
                 before, now = now, fetch_status(address)

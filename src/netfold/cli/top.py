@@ -30,13 +30,13 @@ def top(
     """
     import time
 
-    from rich.console import Console
     from rich.live import Live
 
+    from netfold.console import plain_console
     from netfold.diagnostics.sampler import Sampler
     from netfold.diagnostics.top import View
 
-    console = Console()
+    console = plain_console()
     with (
         contextlib.closing(Sampler(pid)) as sampler,
         contextlib.ExitStack() as stack,

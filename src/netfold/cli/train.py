@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, print_problems
+from netfold.cli.output import STDOUT_TABLE, Output, with_output
+from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, names_and_files, new_app, print_problems
 from netfold.extras import need
 
 if TYPE_CHECKING:
@@ -25,22 +27,33 @@ class _TrainGroup(DefaultCommandGroup):
     """`netfold train gpt` trains the recipe of this name that comes with netfold."""
 
     def names(self) -> Sequence[str]:
-        from netfold.train.recipe.load import shipped_names
-
-        return shipped_names()
+        return _shipped()
 
 
-app = typer.Typer(
+app = new_app(
     cls=_TrainGroup,
-    help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again, "
-    "`netfold train export FOLDER OUT` writes its weights.",
+    help="Train a recipe, `netfold train RECIPE.toml`, or one of those that `netfold train recipes` lists by its name.",
     no_args_is_help=True,
 )
 
 
-@app.command(epilog="netfold train report FOLDER makes the page of a run again.")
+def _shipped() -> Sequence[str]:
+    from netfold.train.recipe.load import shipped_names
+
+    return shipped_names()
+
+
+@app.command()
+@with_output("json")
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file; see docs/reference/train/recipes.md.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            help="A recipe, a TOML file, or a name of `netfold train recipes`.",
+            autocompletion=names_and_files(_shipped, ".toml"),
+        ),
+    ],
+    output: Output,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file: parallel.pipeline=4. KEY= removes it."),
@@ -55,8 +68,10 @@ def run(
 
     All problems of the recipe are printed first, a line each, and the exit code is 2. Exit code 1: training failed. 3:
     a policy of [fault_tolerance] ended the run. 75: the run was asked to stop (SIGTERM); nothing is lost, and the same
-    command continues the run.
+    command continues the run. --output and -o are for --explain.
     """
+    if output != STDOUT_TABLE and not explain:
+        raise typer.BadParameter("it gives the form of the plan; add --explain", param_hint="--output, -o")
     need("netfold train", ("torch", "pydantic"), "train")
 
     from netfold.bootstrap.launchers import is_launched
@@ -64,7 +79,19 @@ def run(
 
     # Loading torch and making the data takes seconds, in which a signal must already end the process cleanly.
     with contextlib.nullcontext() if is_launched() else unwind_on_signals():
-        _run(recipe, settings or (), explain, ranks_here)
+        _run(recipe, settings or (), output if explain else None, ranks_here)
+
+
+@app.command()
+@with_output("json")
+def recipes(output: Output) -> None:
+    """List the recipes that come with netfold: name, what it trains."""
+    need("netfold train", ("pydantic",), "train")
+    from netfold.train.recipe.load import shipped_recipes
+
+    found = shipped_recipes()
+    lines = [line for name, about in found for line in (name, textwrap.indent(textwrap.fill(about, 100), "  "))]
+    output.show("\n".join(lines), json=lambda: [{"name": name, "about": about} for name, about in found])
 
 
 _SETTINGS = typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the run's recipe, such as other data.")
@@ -112,7 +139,7 @@ def _evaluate(run: Path, settings: Sequence[str], ranks_here: int | None, out: P
     # Other ranks than the run's divide the data anew.
     divided = [] if ranks_here is None else ["parallel.data="]
     with contextlib.nullcontext() if is_launched() else unwind_on_signals():
-        _run(run / RECIPE, [*divided, *settings], False, ranks_here, Evaluation(run.absolute(), out and out.absolute()))
+        _run(run / RECIPE, [*divided, *settings], None, ranks_here, Evaluation(run.absolute(), out and out.absolute()))
 
 
 @app.command()
@@ -150,7 +177,7 @@ def export(
 def _run(
     recipe: Path,
     settings: Sequence[str],
-    explain: bool,
+    explain: Output | None,
     ranks_here: int | None,
     evaluation: Evaluation | None = None,
 ) -> None:
@@ -170,14 +197,14 @@ def _run(
             raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
         asked, source = shared_job() or load(recipe, settings)
         ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
-        if place is None or explain:
+        if place is None or explain is not None:
             from netfold.dry_run.validate import validate_recipe
 
             checked = validate_recipe(asked, ranks)
         else:
             # A rank makes model and data to train, and finds all further problems itself.
             split(asked, ranks)
-        if not explain:
+        if explain is None:
             from netfold.train.callbacks.selection import check_packages
 
             check_packages(asked)
@@ -186,12 +213,13 @@ def _run(
         if place is None or place.rank == 0:
             print_problems("train", RecipeError(source.placed(error)))
         raise typer.Exit(CANNOT) from None
-    if explain:
+    if explain is not None:
         from netfold.dry_run.explain import explain as explained
-        from netfold.dry_run.render import print_plan
+        from netfold.dry_run.render import as_object, print_plan
 
         if place is None or place.rank == 0:
-            print_plan(explained(asked, checked))
+            plan = explained(asked, checked)
+            explain.show(lambda console: print_plan(plan, console), json=lambda: as_object(plan))
     elif place is not None:
         from netfold.train.rank import train as train_here
 

@@ -65,6 +65,29 @@ def _parser(kind: str, least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
+def new_app(**settings: Any) -> typer.Typer:
+    """A verb, or a group of verbs: help and errors are plain text, so that no bracket or colon of theirs is markup."""
+    return typer.Typer(
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,
+    )
+
+
+def names_and_files(names: Callable[[], Sequence[str]], *endings: str) -> Callable[[str], list[str]]:
+    """Complete one of `names()`, a folder, or a file with one of these endings."""
+
+    def complete(incomplete: str) -> list[str]:
+        folder, _, start = incomplete.rpartition("/")
+        there = sorted(Path(folder or ("/" if incomplete.startswith("/") else ".")).glob(f"{start}*"))
+        files = [str(each) for each in there if each.suffix in endings]
+        folders = [f"{each}/" for each in there if each.is_dir()]
+        return [*(name for name in names() if name.startswith(incomplete)), *files, *folders]
+
+    return complete
+
+
 class DefaultCommandGroup(TyperGroup):
     """A group whose first command also runs without its name, as in `netfold plan job.toml`.
 
@@ -76,11 +99,29 @@ class DefaultCommandGroup(TyperGroup):
         """Arguments of the first command that do not look like a file."""
         return ()
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Add the arguments and options of the first command, which the group takes too."""
+        super().format_options(ctx, formatter)
+        name, first = next(iter(self.commands.items()))
+        with formatter.section(f"Arguments and options of `{name}`, which also runs without its name"):
+            formatter.write_dl([record for each in first.params if (record := each.get_help_record(ctx))])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete commands, names and options of the first command."""
+        first = next(iter(self.commands.values()))
+        found = super().shell_complete(ctx, incomplete) + first.shell_complete(ctx, incomplete)
+        for each in first.params:
+            if each.param_type_name == "argument":
+                found += each.shell_complete(ctx, incomplete)
+        return found
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else ""
-        if first and not ctx.resilient_parsing and first not in self.commands and first not in ctx.help_option_names:
+        if first and first not in self.commands and first not in ctx.help_option_names:
             is_file = "." in first or "/" in first or Path(first).exists()
-            if not first.startswith("-") and not is_file and first not in self.names():
+            is_word = not first.startswith("-") and not is_file and first not in self.names()
+            # Completion also asks about lines that are wrong.
+            if is_word and not ctx.resilient_parsing:
                 near = get_close_matches(first, [*self.commands, *self.names()], 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(self.commands)}"
                 ctx.fail(f"there is no command or file {first!r}; {hint}")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from netfold.console import plain_console
 from netfold.dry_run.explain import Plan
 from netfold.dry_run.traffic import Traffic
 
+_SPLIT = ("ranks", "pipeline", "data", "tensor", "stages", "batch", "accumulate", "microbatches", "samples")
 _AXES = ("tensor", "pipeline", "data", "all")
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print the mesh, each rank's layers and memory, and the messages of a step."""
-    console = console or Console()
+    console = console or plain_console()
     split, recipe = plan.split, plan.recipe
     batch = [f"batch {split.batch} = {split.data} data-parallel x {split.batch // split.data} samples"]
     if split.accumulate > 1:
@@ -39,6 +44,21 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(_traffic(plan))
     for note in plan.notes:
         console.print(note, highlight=False, soft_wrap=True)
+
+
+def as_object(plan: Plan) -> dict[str, Any]:
+    """The plan for JSON; bytes and activations that are not known are null."""
+    places = [asdict(place) for place in plan.places]
+    for place, each in zip(places, plan.places, strict=True):
+        place["memory"]["total"] = each.memory.total
+        if plan.unknown:
+            place["memory"]["activations"] = None
+    recipe = json.loads(plan.recipe.model_dump_json())
+    split = {name: getattr(plan.split, name) for name in _SPLIT}
+    return {"recipe": recipe, "split": split, "steps": plan.steps, "parameters": plan.parameters} | {
+        "places": places,
+        "notes": list(plan.notes),
+    }
 
 
 def _places(plan: Plan) -> Table:

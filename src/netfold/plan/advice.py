@@ -143,9 +143,7 @@ def _options(observed: ObservedGroup, mine: Bools) -> list[_Option]:
         between = "hierarchical" if observed.topology.has_levels else "in_network"
         options.append(_Option("through a switch with a port per host (NETFOLD_SWITCH)", between, "auto", True))
     if wires == {"f32"} and all(FORMULAS["all_reduce", name].narrow for name in algorithms):
-        options.append(
-            _Option("with bf16 on the wire (NETFOLD_WIRE_DTYPE; see docs/explanation/numbers.md)", "", "bf16", False)
-        )
+        options.append(_Option("with bf16 on the wire (NETFOLD_WIRE_DTYPE)", "", "bf16", False))
     return options
 
 

@@ -131,7 +131,7 @@ def notes(asked: Request, best: PredictedJob) -> tuple[str, ...]:
     for each in useless_aggregators(asked.cluster, split.ranks):
         said.append(
             f"{each.text()} aggregates nothing: its link carries the worker's own traffic, and only its rate beyond "
-            "another worker's link is left (docs/how-to/aggregators.md)"
+            "another worker's link is left"
         )
     more = _profile_notes(asked, best) if isinstance(asked.model, Profiled) else _model_notes(asked.model, best.job)
     return (*said, *more)

@@ -60,7 +60,7 @@ class Table:
                 raise self.error(f"{key!r} is not known; {suggest(key, known)}")
         for key in required:
             if key not in keys:
-                raise self.error(f"has no {key}; docs/reference/plan/cluster.md has an example")
+                raise self.error(f"has no {key}")
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
@@ -72,7 +72,7 @@ class Table:
         """A list of tables; empty without the key."""
         found = self.keys.get(key, [])
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-            raise self.error(f"{key} must be a list of tables; docs/reference/plan/cluster.md has an example")
+            raise self.error(f"{key} must be a list of tables")
         return found
 
     def quantity(self, key: str, kind: str, default: float = 0.0) -> float:

@@ -8,7 +8,6 @@ import urllib.request
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -77,7 +76,7 @@ def _row(job: dict[str, Any], earlier: dict[str, Any] | None) -> list[str]:
     capacity = job["capacity_bytes_per_s"]
     return [
         job["id"],
-        escape(job["name"]),
+        job["name"],
         str(job["size"]) if job["state"] == "running" else f"{job['joined']} of {job['size']}",
         f"{job['memory_bytes'] / 2**20:.1f}",
         f"{done * 8e-6 / seconds:.0f}" if seconds > 0 else "-",

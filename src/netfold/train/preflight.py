@@ -6,11 +6,11 @@ import os
 import sys
 
 import torch.distributed as dist
-from rich.console import Console
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from netfold.communicator import Communicator, Options
+from netfold.console import plain_console
 from netfold.diagnostics.preflight import PreflightFacts, apply_rules, check_alone, check_ranks, failed, print_report
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.store import TorchStore
@@ -26,7 +26,7 @@ def preflight(recipe: Recipe) -> bool:
     findings = apply_rules(gathered)
     fails = failed(findings)
     if dist.get_rank() == 0:
-        console = Console(stderr=True, highlight=False)
+        console = plain_console(stderr=True, highlight=False)
         if findings:
             print_report(console, gathered, findings)
         else:

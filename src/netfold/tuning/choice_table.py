@@ -149,6 +149,7 @@ def build_table(
     topology: Topology | None = None,
     links: Links = DEFAULT_LINKS,
     measuring: bool = False,
+    example_bytes: int | None = None,
 ) -> ChoiceTable:
     """Make the table of a group of `ranks`.
 
@@ -157,6 +158,7 @@ def build_table(
     wire: NETFOLD_WIRE_DTYPE.
     topology: None: every rank on its own host.
     measuring: send each all_reduce through the switch, to measure the switch's capacity.
+    example_bytes: the size for which the reason of its row shows times.
     Raises ValueError if a requested algorithm or wire dtype is impossible. There is no fallback.
     """
     topology = topology or Topology.apart(ranks)
@@ -176,7 +178,7 @@ def build_table(
         )
     # Only all_reduce uses the requested wire dtype. Other operations would lose bits.
     choices = [
-        _Choice(operation, topology, links, switch, wire if operation == "all_reduce" else "auto")
+        _Choice(operation, topology, links, switch, wire if operation == "all_reduce" else "auto", example_bytes)
         for operation in OPERATIONS
     ]
     for choice in choices:
@@ -225,6 +227,9 @@ class _Choice:
     links: Links
     switch: str | None  # NETFOLD_SWITCH
     wire: str
+    example_bytes: int | None = (
+        None  # the size for which the reason of its row shows times; None: one that the row chooses
+    )
 
     def case(self, size: float) -> Case:
         return case_of(size, self.topology, self.links, self.wire, _count(self.switch))
@@ -329,11 +334,16 @@ def _by_cost(choice: _Choice, able: list[str], suffix: str) -> list[Row]:
         # The reason shows the times at a size inside the row: four times its start, if that is inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
         shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
+        if choice.example_bytes is not None and operation not in UNSIZED and size <= choice.example_bytes < after:
+            shown = choice.example_bytes
         sizes = f"{size} to {after - 1} bytes" if index + 1 < len(starts) else f"{size} bytes and more"
         example = f"{shown} bytes" if operation in UNSIZED else f"{shown} bytes, an example of {sizes}"
         times = sorted((choice.seconds(name, shown), name) for name in able)
         predicted = ", ".join(f"{name} {units.seconds(seconds)}" for seconds, name in times)
         reason = f"predicted for {example}: {predicted} ({choice.links.text()})"
+        if operation not in UNSIZED and times[0][1] != name:
+            gain = 1 - times[0][0] / choice.seconds(name, shown)
+            reason += f"; {times[0][1]} would be {gain:.1%} faster there, too little for a row of its own"
         if between != "local":
             reason = f"{between} between hosts; {reason}"
         if operation == "all_reduce" and choice.switch is not None and {name, between} & set(BY_SWITCH):

@@ -13,6 +13,7 @@ Backends of one *world* live in the same processes. Two MPIs cannot share proces
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from netfold.tuning import SUPPORTS
 
 MPIS = ("openmpi", "intel", "mpich")
 NETFOLDS = ("netfold", "communicator")
+TORCHS = ("gloo", "nccl", "ucc", "xccl")
 # A netfold backend's name takes one part of each kind, in any order.
 VARIANTS = ("shared",)
 ALGORITHMS = tuple(name for name in SUPPORTS if name not in ("local", "point_to_point"))
@@ -127,9 +129,17 @@ def parse_backend(text: str, label: str | None = None) -> BackendName:
             f"backend {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and "
             f"only netfold and communicator take words behind a colon: {_words()}"
         )
+    if first not in (*NETFOLDS, *TORCHS) and not _has_plugins():
+        raise ValueError(f"torch has no backend {first!r}; there are {', '.join((*NETFOLDS, *TORCHS))} and mpi:NAME")
     world = "communicator" if first == "communicator" else "torch"
     variant, algorithm, wire = _parts(text, rest)
     return BackendName(label or text, world, first, variant, algorithm, wire)
+
+
+def _has_plugins() -> bool:
+    """Whether another package may register a backend with torch, under any name."""
+    plugins = [each for group in ("torch.backends", "torch.distributed.backends") for each in entry_points(group=group)]
+    return any(each.name != "netfold" for each in plugins)
 
 
 def _parts(text: str, words: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from netfold.bench.backends import BackendName, Buffer, ping_pong, refusing, shared_empty
+from netfold.bench.backends import BackendName, Buffer, RefusedError, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
 from netfold.switch_protocol import control_messages
@@ -32,6 +32,8 @@ class TorchWorld:
         self.versions = {"torch": str(torch.__version__), "numpy": str(np.__version__)}
 
     def backend(self, name: BackendName) -> "TorchBackend":
+        if name.kind not in dist.Backend.backend_list:
+            raise RefusedError(f"torch has no backend {name.kind!r}; there are {', '.join(dist.Backend.backend_list)}")
         ranks = list(range(name.ranks)) if name.ranks else None
         with refusing(name), _payload(name.payload_bytes):
             group = dist.new_group(ranks, backend=name.kind, pg_options=name.options())

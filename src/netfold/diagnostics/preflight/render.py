@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.rules import Finding, Level
@@ -53,6 +54,6 @@ def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[
         return
     wrong = Table("", "where", "what", "what to do", box=None, show_lines=False)
     for finding in findings:
-        colour = _COLOURS[finding.level]
-        wrong.add_row(f"[{colour}]{finding.level.value}[/]", finding.where, finding.what, finding.remedy)
+        level = Text(finding.level.value, _COLOURS[finding.level])
+        wrong.add_row(level, finding.where, finding.what, finding.remedy)
     console.print(wrong)

@@ -88,8 +88,8 @@ def _environment(gathered: PreflightFacts) -> Iterator[Finding]:
 def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts in gathered.facts:
         if facts.interface_error:
-            see = "see docs/reference/environment.md, NETFOLD_INTERFACE"
-            yield Finding(Level.FAIL, _who(facts), facts.interface_error, see)
+            remedy = "set NETFOLD_INTERFACE to an interface of this host, by name or address"
+            yield Finding(Level.FAIL, _who(facts), facts.interface_error, remedy)
     mtus = {facts.rank: str(facts.mtu) for facts, _ in by_host(gathered.facts)}
     remedy = "set one MTU on all interfaces of this network: packets that do not fit are lost without an error"
     yield from _alike(mtus, "the MTU of the first interface is not the same", remedy, where="all hosts")

@@ -126,7 +126,7 @@ def _named_device(table: Table, name: str) -> Device:
     if isinstance(given, dict):
         return _device(str(given.get("name", name)), given, f"{table.where}, device")
     if not isinstance(given, str):
-        raise table.error("device must be a name, or a table [device]; see docs/reference/plan/cluster.md")
+        raise table.error("device must be a name, or a table [device] with flops and memory")
     if given not in devices():
         raise table.error(f"there is no device {given!r}; {suggest(given, devices())}")
     return devices()[given]
@@ -134,7 +134,7 @@ def _named_device(table: Table, name: str) -> Device:
 
 def _shared(keys: Any, where: str) -> Processors:
     if not isinstance(keys, dict):
-        raise ValueError(f"{where}: must be a table, [shared]; docs/reference/plan/cluster.md has an example")
+        raise ValueError(f"{where}: must be a table, [shared], with cores")
     table = Table(keys, where, ("cores", "operation", "message", "rate", "switch_rate"), required=("cores",))
     byte_s = (1 / table.positive(key, "rate") if key in table else 0.0 for key in ("rate", "switch_rate"))
     seconds = (table.quantity(key, "time") for key in ("operation", "message"))

@@ -1,8 +1,10 @@
-"""The clusters, models and networks that ship with netfold, as text. Pure."""
+"""The clusters, models and networks that ship with netfold, as text and as objects for JSON. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from netfold import units
 from netfold.plan.cluster import Cluster, Tier, load_cluster, preset_names
@@ -13,6 +15,23 @@ from netfold.plan.model.registry import KINDS, find_model, model_presets, names
 
 def render_clusters() -> str:
     return "\n\n".join(_cluster(load_cluster(name)) for name in preset_names())
+
+
+def list_clusters() -> list[dict[str, Any]]:
+    return [asdict(load_cluster(name)) for name in preset_names()]
+
+
+def list_models() -> list[dict[str, Any]]:
+    """Name and parameters; a preset's kind, dimensions and source, a layered model's measured speed and its source."""
+    found: list[dict[str, Any]] = []
+    for name in names():
+        more = model_presets().get(name) or {"kind": "layers", **asdict(catalogue.find_model(name).speed)}
+        found.append({"name": name, "parameters": find_model(name).parameters, **more})
+    return found
+
+
+def list_networks() -> list[dict[str, Any]]:
+    return [asdict(network) for network in networks().values()]
 
 
 def render_models() -> str:

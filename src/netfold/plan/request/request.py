@@ -69,9 +69,9 @@ def parse_request(
     found = model if model is not None else reader.attempt(("model",), lambda: _model(tree.get("model")))
     cluster = reader.attempt(("cluster",), lambda: _cluster(tree.get("cluster"), device, network))
     job, split, price = (reader.section(name) for name in ("job", "split", "price"))
-    for key, name in (("gpus", "devices to train on"), ("batch", "samples of a step")):
+    for key, option, name in (("gpus", "--ranks", "devices to train on"), ("batch", "--batch", "samples of a step")):
         if key not in job and not reader.wrong & {("job",), ("job", key)}:
-            reader.problem(("job", key), f"{key} is missing: {name}")
+            reader.problem(("job", key), f"{option} is missing: {name} ({key} under [job] in a file)")
     training = reader.attempt(("training",), lambda: _training(reader.section("training")))
     reader.finish()
     assert found is not None and cluster is not None and training is not None
@@ -81,7 +81,7 @@ def parse_request(
         reader.problem(
             ("job", "in_network"),
             f"in_network is true, and nothing in {cluster.name} aggregates; give one of its tiers an aggregator "
-            "([[tier.aggregator]], docs/reference/plan/cluster.md), or use --compare network=aggregator",
+            "([[tier.aggregator]]), or use --compare network=aggregator",
         )
     if "precision" not in job:
         job["precision"] = next(each for each in _PRECISIONS if each in cluster.device.flops)
@@ -223,7 +223,7 @@ def _shown(value: Any) -> str:
 
 def _model(given: Any) -> Model:
     if given is None:
-        raise ValueError("the model is missing: a name of `netfold plan models`, or gpt:hidden=..,layers=..,heads=..")
+        raise ValueError("--model is missing: a name of `netfold plan models`, or gpt:hidden=..,layers=..,heads=..")
     if isinstance(given, str):
         return find_model(given)
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
@@ -235,7 +235,7 @@ def _cluster(given: Any, device: Device | None, network: Cluster | None) -> Clus
     if given is None and network is not None:
         return network
     if given is None:
-        raise ValueError("the cluster is missing: a name of `netfold plan clusters`, or a file's path (.toml)")
+        raise ValueError("--cluster is missing: a name of `netfold plan clusters`, or a file's path (.toml)")
     if isinstance(given, str):
         found = load_cluster(given, device)
     elif isinstance(given, Mapping):

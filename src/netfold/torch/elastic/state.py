@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 _SHARDED = (
     "every rank of an elastic job must hold the whole state, because a lost rank takes its part along; use "
-    "DistributedDataParallel, or checkpoints and a restart (docs/explanation/recovery.md)"
+    "DistributedDataParallel, or checkpoints and a restart"
 )
 
 

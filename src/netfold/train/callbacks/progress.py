@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold import units
+from netfold.console import plain_console
 from netfold.runs import PAGE
 from netfold.runs.metrics import read_metrics, with_unit
 from netfold.train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
@@ -27,7 +28,7 @@ class ProgressCallback(Callback):
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:
         self._folder = folder
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = console or plain_console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._shown_s = 0.0
         self._step_s: float | None = None

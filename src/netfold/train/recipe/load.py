@@ -5,6 +5,7 @@ These checks need no torch, model or data; `dry_run/validate.py` makes the check
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -72,6 +73,16 @@ def shipped_folder() -> Path:
 def shipped_names() -> list[str]:
     """["bert", "dlrm", ...], sorted."""
     return sorted(path.stem for path in shipped_folder().glob("*.toml"))
+
+
+def shipped_recipes() -> list[tuple[str, str]]:
+    """(name, description) of each shipped recipe. The description is the comment at the top of its file."""
+    found = []
+    for name in shipped_names():
+        lines = (shipped_folder() / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        found.append((name, " ".join(line.removeprefix("#").strip() for line in comment)))
+    return found
 
 
 def find_shipped(asked: Path) -> Path:
