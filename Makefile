@@ -33,7 +33,7 @@ $(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
 
 build: $(VENV)/.netfold ## build the native layer and install netfold into .venv
 
-demo: build ## the main job: train EDSR over a software switch, then with gloo, and compare (about two minutes)
+demo: build ## the main job: train EDSR over a software switch, then with gloo, and compare (about two minutes; about six the first time, with installation and build)
 	@$(VENV)/bin/netfold demo
 
 # One worker more than cores: tests wait, too.
