@@ -56,8 +56,10 @@ def top(
             if once or output.file is not None:
                 return
         stack.close()
-        nobody = "no group of netfold on this machine that this user may look at"
-        typer.echo("the job has ended" if seen else nobody, err=output.form != "table")
+        if seen:
+            typer.echo("the job has ended", err=output.form != "table")
+        else:
+            output.show("no group of netfold on this machine that this user may look at", json=lambda: "[]")
 
 
 def _show(output: Output, view: View, snapshots: list[Snapshot]) -> None:

@@ -4,8 +4,8 @@
 a process's files; `launch` runs a command with recording on. `nccl` reads what NCCL's own profiler gave. `window` cuts
 a run to its steps. `analyse` turns a run into findings: `columns` (names and sizes), `matching` (which records are one
 operation), `clock_sync`, `stragglers`, `overlap`, `summary`. `compare` compares two runs. `table`, `export`, `page` and
-`perfetto` render the results. May import NumPy, `netfold.page`, `netfold.units` and, while recording, the native engine.
-The record's layout is the native engine's (`native/engine/include/.../event.hpp`); a test compares them.
+`perfetto` render the results. May import NumPy, `netfold.page`, `netfold.units` and, while recording, the native
+engine. The record's layout is the native engine's (`native/engine/include/.../event.hpp`); a test compares them.
 
 Always: reading a run does not change it; a run can be read on another machine, without the software that recorded it.
 
