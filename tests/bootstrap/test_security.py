@@ -105,6 +105,24 @@ def test_a_man_in_the_middle_reads_tensors_and_messages_unless_encrypted(securit
         assert (known in captured) == (security != "encrypt"), known
 
 
+def _modes(rank: int, size: int, folder: str, security: str) -> set[int]:
+    """The modes of a file store's folder and of its files that have content."""
+    os.umask(0o022)
+    store = Path(folder) / "store"
+    with Communicator(FileStore(store), rank, size, options=options_of(security)) as group:
+        group.barrier()
+        paths = [store, *(each for each in store.iterdir() if each.stat().st_size > 0)]
+        modes = {path.stat().st_mode & 0o777 for path in paths}
+        assert len(paths) > size
+        group.barrier()
+        return modes
+
+
+@pytest.mark.parametrize("security", ["none", "encrypt"])
+def test_other_users_cannot_read_the_secret_in_a_file_store(security: str) -> None:
+    assert values(run_ranks(_modes, 2, security)) == [{0o700, 0o600}] * 2
+
+
 def _apart(rank: int, size: int, folder: str, securities: tuple[str, ...]) -> None:
     with Communicator(
         FileStore(folder), rank, size, options=Options(security=securities[rank]), join_timeout_s=10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,3 +35,15 @@ def test_many_keys_are_set_and_read_as_far_as_they_are_set(kind: str, tmp_path: 
     assert get_first(store, ["key 0", "a key that is not set"], 5) == [b"key 0"]
     with pytest.raises(TimeoutError):
         get_first(store, ["a key that is not set"], 0.1)
+
+
+def test_other_users_cannot_read_the_secret_in_torchs_file_store(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        nested = torch_stores.PrefixStore("outer", torch_stores.PrefixStore("inner", made("file", tmp_path)))
+        TorchStore(nested).set("secret", b"1")
+        # Another rank's torch opens the file later.
+        TorchStore(made("file", tmp_path)).set("key", b"2")
+        assert (tmp_path / "store").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -90,16 +91,21 @@ class PrefixStore:
 
 
 class FileStore:
-    """A store in a folder that every rank can access. It serves one run of one group; its creator removes it."""
+    """A store in a folder that every rank can access. It serves one run of one group; its creator removes it.
+
+    It holds the job's secret, so only this user can read its files, and a folder that it makes.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def set(self, key: str, value: bytes) -> None:
         path = self._path(key)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-        draft.write_bytes(value)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(value)
         draft.rename(path)  # readers see the whole value or none
 
     def get(self, key: str, timeout_s: float) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from netfold.errors import PeerLost
 
@@ -34,6 +34,7 @@ class TorchStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        _keep_private(store)
         asked: Any = store  # as in `set_all`
         self._takes_many = bool(asked.has_extended_api())
 
@@ -66,3 +67,16 @@ class TorchStore:
             return
         for key, value in values.items():
             self.set(key, value)
+
+
+def _keep_private(store: Store) -> None:
+    """Let only this user read the file of torch's FileStore, which torch opens to all: it will hold the job's secret.
+
+    Raises PermissionError where the file is another user's.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, FileStore):
+        file: Any = store  # the stub lacks the path
+        os.close(os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.chmod(file.path, 0o600)
