@@ -244,22 +244,61 @@ void Endpoint::close(Listener& listener) {
 
 // --- accepting -------------------------------------------------------------------------------------------------------
 
+class Endpoint::EndOfHandshake {
+ public:
+  EndOfHandshake(Endpoint& endpoint, Handshakes::iterator handshake) : endpoint_(&endpoint), handshake_(handshake) {}
+  EndOfHandshake(const EndOfHandshake&) = delete;
+  EndOfHandshake& operator=(const EndOfHandshake&) = delete;
+  ~EndOfHandshake() { end(); }
+  // Idempotent. From here on nothing but its owner closes the connection.
+  void end() {
+    if (endpoint_ == nullptr) return;
+    const std::lock_guard lock(endpoint_->mutex_);
+    endpoint_->handshakes_.erase(handshake_);
+    endpoint_->handshake_ended_.notify_all();
+    endpoint_ = nullptr;
+  }
+
+ private:
+  Endpoint* endpoint_;
+  Handshakes::iterator handshake_;
+};
+
 void Endpoint::accept_all() {
   for (;;) {
     std::vector<pollfd> fds{{ports_changed_.get(), POLLIN, 0}};
     {
       const std::lock_guard lock(mutex_);
-      // Beyond the limit, connections wait in the kernel's queue.
-      for (const Port& port : ports_) {
-        if (handshakes_ < kMaxHandshakes) fds.push_back({port.socket.get(), POLLIN, 0});
-      }
+      for (const Port& port : ports_) fds.push_back({port.socket.get(), POLLIN, 0});
     }
     ::poll(fds.data(), fds.size(), -1);
     transport::clear(ports_changed_);
     for (const pollfd& each : std::span(fds).subspan(1)) {
-      if ((each.revents & POLLIN) != 0) accept_one(each.fd);
+      if ((each.revents & POLLIN) == 0) continue;
+      make_room();
+      accept_one(each.fd);
     }
   }
+}
+
+// Waits until there is room for one more handshake. Meanwhile connections wait in the kernel's queue.
+void Endpoint::make_room() {
+  std::unique_lock lock(mutex_);
+  while (handshakes_.size() >= kMaxHandshakes) {
+    if (!drop_oldest()) {
+      handshake_ended_.wait_for(lock, std::chrono::nanoseconds(kLeastNs / 10));
+      continue;
+    }
+    handshake_ended_.wait_for(lock, std::chrono::nanoseconds(kRetryNs));
+  }
+}
+
+// Whether the oldest handshake has had its time, and ends now. Its thread closes the connection. Precondition: mutex_.
+bool Endpoint::drop_oldest() {
+  const auto oldest = std::ranges::find_if(handshakes_, [](const Handshake& each) { return each.socket >= 0; });
+  if (oldest == handshakes_.end() || now_ns() - oldest->begun_ns < kLeastNs) return false;
+  ::shutdown(std::exchange(oldest->socket, -1), SHUT_RDWR);
+  return true;
 }
 
 void Endpoint::accept_one(int port) {
@@ -270,28 +309,28 @@ void Endpoint::accept_one(int port) {
   if (!*socket) {
     if (transport::is_temporary(errno) || errno == ECONNABORTED) return;
     warn(std::string("a connection cannot be accepted: ") + std::strerror(errno));  // descriptors are short
-    std::this_thread::sleep_for(std::chrono::nanoseconds(kRetryNs));
+    std::unique_lock lock(mutex_);
+    drop_oldest();
+    handshake_ended_.wait_for(lock, std::chrono::nanoseconds(kRetryNs));
     return;
   }
-  count_handshake(1);
-  const bool is_begun = run_apart([this, socket, peer] {
+  Handshakes::iterator handshake;
+  {
+    const std::lock_guard lock(mutex_);
+    handshake = handshakes_.insert(handshakes_.end(), {socket->get(), now_ns()});
+  }
+  const bool is_begun = run_apart([this, socket, peer, handshake] {
     try {
-      take_in(std::move(*socket), peer);
+      take_in(std::move(*socket), peer, handshake);
     } catch (const std::exception& error) {
       inform("a connection from " + peer.text() + " was closed: " + error.what());
     }
-    count_handshake(-1);
   });
-  if (!is_begun) count_handshake(-1);
+  if (!is_begun) EndOfHandshake(*this, handshake).end();
 }
 
-void Endpoint::count_handshake(int change) {
-  const std::lock_guard lock(mutex_);
-  if (handshakes_ == kMaxHandshakes) transport::signal(ports_changed_);
-  handshakes_ += change;
-}
-
-void Endpoint::take_in(Fd socket, const Address& peer) {
+void Endpoint::take_in(Fd socket, const Address& peer, Handshakes::iterator handshake) {
+  EndOfHandshake handshake_end(*this, handshake);  // before the socket is closed
   std::shared_ptr<Listener> listener;
   std::shared_ptr<Reconnectable> link;
   std::optional<Reconnectable::Broken> broken;
@@ -308,6 +347,7 @@ void Endpoint::take_in(Fd socket, const Address& peer) {
   };
   Hello hello;
   const auto agreed = accept(socket.get(), hello, key_of(secret_), now_ns() + kHandshakeNs, decide);
+  handshake_end.end();
   if (!agreed || hello.of == Hello::Of::asks) return;
   if (link != nullptr) {
     if (link->reconnect(hello.rail, broken->reconnects, std::move(socket), *agreed)) {

@@ -1,6 +1,8 @@
 // The plugin's part of a process: it listens, connects, and makes broken connections again.
 //
-// One thread accepts connections; each handshake runs on a thread of its own, at most kMaxHandshakes at a time. Another
+// One thread accepts connections; each handshake runs on a thread of its own, at most kMaxHandshakes at a time. For one
+// more, and where descriptors run out, the oldest is dropped once it is kLeastNs old: the rule of every listener of netfold
+// (src/netfold/switch_protocol/acceptor.py). Another
 // thread looks at all links: it finds broken connections, makes them again or asks the other end to, and gives them up
 // when the time is over. It also closes comms once what they sent has arrived.
 //
@@ -12,6 +14,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -144,6 +147,7 @@ class Endpoint {
   friend class Listener;
   static constexpr int kMaxHandshakes = 256;
   static constexpr std::int64_t kHandshakeNs = 5'000'000'000;
+  static constexpr std::int64_t kLeastNs = 250'000'000;  // before a handshake is dropped for another
   static constexpr std::int64_t kConnectNs = 30'000'000'000;
   static constexpr std::int64_t kCloseNs = 5'000'000'000;
   static constexpr std::int64_t kLookNs = 200'000'000;
@@ -160,6 +164,13 @@ class Endpoint {
   // Both ends of a connection may be in this process: one with several GPUs, or NCCL that tries a device.
   using Key = std::pair<Id, bool>;  // whether this end has dialled
   static Key key_of(const Reconnectable& link) { return {link.id(), link.has_dialled()}; }
+  struct Handshake {
+    int socket = -1;  // of its thread, which removes the entry first; -1: dropped
+    std::int64_t begun_ns = 0;
+  };
+  using Handshakes = std::list<Handshake>;  // in order of arrival
+  // Removes a handshake at its end.
+  class EndOfHandshake;
   struct Port {
     int device = 0;
     transport::Fd socket;
@@ -170,8 +181,9 @@ class Endpoint {
   transport::Fd open_port(const Device& device) const;
   void accept_all();
   void accept_one(int port);
-  void count_handshake(int change);
-  void take_in(transport::Fd socket, const transport::Address& peer);
+  void make_room();
+  bool drop_oldest();
+  void take_in(transport::Fd socket, const transport::Address& peer, Handshakes::iterator handshake);
   void look_at_all();
   void connect_all(Connecting& connecting, int device, const Handle& handle);
   Connections dial(const Handle& handle, Hello& hello, std::int64_t deadline_ns);
@@ -199,7 +211,8 @@ class Endpoint {
   std::vector<Port> ports_;
   std::map<Id, std::shared_ptr<Listener>> listeners_;
   std::map<Key, Watched> links_;
-  int handshakes_ = 0;
+  Handshakes handshakes_;
+  std::condition_variable handshake_ended_;
   transport::Fd ports_changed_;
 };
 

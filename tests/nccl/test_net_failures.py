@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -25,6 +26,8 @@ from ranks import run_ranks, values
 from netfold import FileStore
 
 pytestmark = pytest.mark.native
+
+IDLE = 2000
 
 
 def port_of(handle: bytes) -> int:
@@ -275,6 +278,43 @@ def among_unauthenticated_peers(rank: int, size: int, folder: str) -> None:
 
 def test_unauthenticated_peers_change_nothing() -> None:
     values(run_ranks(among_unauthenticated_peers, 2, env=ENV, timeout_s=60))
+
+
+def among_idle_peers(rank: int, size: int, folder: str) -> tuple[float, int]:
+    """Rank 0 makes many idle connections to rank 1 before its own. The time of its own, and rank 1's descriptors."""
+    store = FileStore(folder)
+    plugin = Plugin()
+    if rank == 1:
+        handle, listener = plugin.listen()
+        before = len(os.listdir("/proc/self/fd"))
+        store.set("handle", handle)
+        comm = plugin.accept(listener)
+        files = len(os.listdir("/proc/self/fd")) - before
+        into = np.zeros(1000, np.uint8)
+        plugin.wait(plugin.receive(comm, [into], [0]))
+        assert np.array_equal(into, pattern(1000, 0))
+        store.set("done", b"")
+        return 0.0, files
+    handle = store.get("handle", seconds(30))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 1 << 16, hard))
+    address = socket.inet_ntoa(handle[8:12]), port_of(handle)
+    idle = [socket.create_connection(address, seconds(10)) for _ in range(IDLE)]
+    began = time.monotonic()
+    comm = plugin.connect(handle)
+    took_s = time.monotonic() - began
+    plugin.wait(plugin.send(comm, pattern(1000, 0), 0))
+    store.get("done", seconds(30))
+    for each in idle:
+        each.close()
+    return took_s, 0
+
+
+def test_idle_peers_are_bounded_and_keep_no_rank_out() -> None:
+    (took_s, _), (_, files) = values(run_ranks(among_idle_peers, 2, env=ENV, timeout_s=120))
+    # 256 at a time, for the 5 s that a handshake may take, would be 40 s.
+    assert took_s < seconds(10)
+    assert files <= 256 + 20
 
 
 def failing_init(rank: int, size: int, folder: str) -> tuple[int, str]:

@@ -5,7 +5,7 @@ A switch, its metrics, a rank's listener and netfold's store accept by the same 
 once. For one more, the oldest is dropped, so peers that connect and send nothing keep no other peer out. A peer has
 LEAST_S before it can be dropped for another one: a worker is authenticated within milliseconds, and a burst of workers
 must not drop each other. Until then, further peers wait in the kernel's queue. Where descriptors run out, the oldest is
-dropped too.
+dropped too. native/nccl/endpoint.cpp has the same rule for NCCL's network.
 """
 
 from __future__ import annotations
