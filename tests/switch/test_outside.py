@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
 import logging
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer.main
-from load import seconds
+from load import seconds, settles
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
@@ -32,7 +33,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import capacity
 from netfold.cli import app
 from netfold.switch import metrics
-from netfold.switch.log import LogfmtFormatter, RateLimit, event
+from netfold.switch.log import LogfmtFormatter, QueuedHandler, RateLimit, event
 from netfold.switch_protocol import control_messages
 
 ROOT = Path(__file__).parents[2]
@@ -350,12 +351,14 @@ def test_a_metrics_address_in_use_is_reported() -> None:
     assert f"cannot listen on {address}" in ended.stderr
 
 
-def test_after_sigterm_running_jobs_end_and_no_new_job_starts() -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["sigterm", "terminal"])
+def test_after_a_signal_running_jobs_end_and_no_new_job_starts(signals: list[signal.Signals]) -> None:
     with running_switch(*WATCHED, "--drain", "20s") as switch:
         address = pages(switch)
         with Held(switch, turns=1) as job:
-            switch.process.send_signal(signal.SIGTERM)
-            switch.wait_for("event=drain jobs=1")
+            for number in signals:
+                switch.process.send_signal(number)
+                switch.wait_for("event=drain jobs=1")
             assert get(address, "/healthz") == (200, b"draining\n")
 
             def late(rank: int, size: int, folder: str) -> None:
@@ -364,11 +367,11 @@ def test_after_sigterm_running_jobs_end_and_no_new_job_starts() -> None:
 
             for outcome in run_threads(late, 2):
                 assert outcome.error == "SwitchError"
-                assert "refused: the switch is shutting down: SIGTERM" in outcome.text
+                assert f"refused: the switch is shutting down: {signals[0].name}" in outcome.text
             assert switch.process.poll() is None
         assert values(job.outcomes) == [4.0, 4.0]
         assert switch.process.wait(seconds(5)) == 0
-        switch.wait_for("event=stopped signal=SIGTERM")
+        switch.wait_for(f"event=stopped signal={signals[0].name}")
 
 
 def test_after_sigterm_a_job_ends_at_the_deadline_or_at_a_second_signal(
@@ -410,6 +413,56 @@ def parses(arguments: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     name, *options = arguments
     command.commands[name].make_context(name, options)
+
+
+def test_a_log_that_nobody_reads_delays_no_job() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", "--drain", "0s"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, text=True)
+    os.close(writer)
+    try:
+        assert process.stdout is not None
+        host, port = control_messages.parse_endpoint(process.stdout.readline().split()[-1], what="switch")
+        for number in range(100):  # each is some lines of 200 bytes
+            with socket.create_connection((host, port), seconds(5)) as stream:
+                join = {"type": "join", "version": control_messages.VERSION, "job": f"j{number}", "port": 9}
+                control_messages.send(stream, {**join, "rank": 0, "ranks": [0, 1]})
+                assert control_messages.receive(stream)["type"] == "admitted"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(seconds(10)) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        os.close(reader)
+
+
+def test_lines_that_nobody_reads_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueuedHandler, "MOST_LINES", 4)
+    reader, writer = os.pipe()
+    handler = QueuedHandler(writer)
+    handler.setFormatter(LogfmtFormatter())
+
+    def log(text: str) -> None:
+        handler.handle(logging.makeLogRecord({"msg": text, "event": "joined", "fields": {}}))
+
+    log("x" * (1 << 20))  # more than a pipe holds
+    for number in range(10):
+        log(f"line {number}")
+    long = b""
+    while not long.endswith(b"\n"):
+        long += os.read(reader, 1 << 16)
+    text = os.read(reader, 1 << 16).decode() if long.count(b"\n") == 1 else long.decode()
+    assert settles(lambda: handler._lines.empty())
+    log("last")
+    handler.close()
+    os.close(writer)
+    text += os.fdopen(reader).read()
+    # The thread may have taken the long line, or not yet, when the queue was full.
+    dropped = int(re.findall(r'event=joined dropped=(\d) msg="?last', text)[0])
+    assert dropped in (6, 7) and text.count("line ") == 10 - dropped
 
 
 def test_unauthenticated_peers_do_not_fill_the_log() -> None:

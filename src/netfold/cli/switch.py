@@ -7,7 +7,6 @@ import contextlib
 import logging
 import secrets
 import signal
-import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,7 @@ from netfold.cli.verb import CANNOT, FAILED, exit_on, new_app, time_option
 
 app = new_app(help="Run an aggregator: it adds up the gradients of the jobs that join it.")
 
+STDERR = 2  # the descriptor
 # An environment variable, so that a container's health check uses the same port as its switch.
 METRICS = "NETFOLD_SWITCH_METRICS"
 
@@ -107,9 +107,9 @@ def switch(
     """Run an aggregator: it adds up the gradients of the jobs that join it.
 
     Set NETFOLD_SWITCH of the workers to the address that this command prints. That address is TCP, for membership.
-    Each job gets its own UDP port for data, or an endpoint on its --fabric. SIGTERM drains the switch: it admits no new
-    job, and running jobs may take --drain to end. Ctrl-C or a second signal stops the switch at once. The switch
-    notifies the remaining workers, and the exit code is 0.
+    Each job gets its own UDP port for data, or an endpoint on its --fabric. SIGTERM and SIGHUP drain the switch: it
+    admits no new job, and running jobs may take --drain to end. Ctrl-C or a further SIGTERM stops the switch at once.
+    The switch notifies the remaining workers, and the exit code is 0.
     """
     if context.invoked_subcommand is not None:
         return
@@ -117,14 +117,14 @@ def switch(
     from netfold.switch import Limits, Switch, Tokens
     from netfold.switch.bmv2 import Bmv2
     from netfold.switch.http import HttpServer
-    from netfold.switch.log import LogfmtFormatter, RateLimit, event
+    from netfold.switch.log import LogfmtFormatter, QueuedHandler, RateLimit, event
     from netfold.switch.parent import Parent
     from netfold.switch_protocol import control_messages
 
     level = getattr(logging, log.upper(), None)
     if not isinstance(level, int):
         raise typer.BadParameter(f"{log!r} is not a log level", param_hint="--log")
-    output = logging.StreamHandler(sys.stderr)
+    output = QueuedHandler(STDERR)
     output.setFormatter(LogfmtFormatter())
     output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
@@ -181,10 +181,13 @@ def switch(
         def stop(number: signal.Signals) -> None:
             signals.append(number)
             stopping.set()
-            if number == signal.SIGINT or len(signals) > 1:
+            # A terminal that closes may send SIGHUP twice: the kernel does, and the shell.
+            if number == signal.SIGINT or (number == signal.SIGTERM and len(signals) > 1):
                 at_once.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_IGN:  # as nohup does with SIGHUP
+                continue
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         if web is not None:
             address = await bind(web.start(), metrics or "")
@@ -221,7 +224,10 @@ def switch(
             )
             raise typer.Exit(FAILED) from None
 
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    finally:
+        output.close()
 
 
 @app.command()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import queue
 import re
+import select
+import threading
 import time
 from collections.abc import Callable
 
@@ -33,6 +38,52 @@ class LogfmtFormatter(logging.Formatter):
         if record.exc_info:
             pairs["error"] = self.formatException(record.exc_info)
         return " ".join(f"{key}={_value(value)}" for key, value in pairs.items() if value is not None)
+
+
+class QueuedHandler(logging.Handler):
+    """Write lines to a file descriptor from a thread of their own, so that a reader that does not read delays nobody.
+
+    At most MOST_LINES wait. Further lines are dropped; the next one that is written has their number as its field
+    `dropped`. At the end of the process, `close` waits CLOSE_S for the reader.
+    """
+
+    MOST_LINES = 4096
+    CLOSE_S = 1.0
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: queue.Queue[bytes | None] = queue.Queue(self.MOST_LINES)
+        self._dropped = 0
+        self._writer = threading.Thread(target=self._write, name="netfold log", daemon=True)
+        self._writer.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # `Handler.handle` calls this under the handler's lock.
+        if self._lines.full():
+            self._dropped += 1
+            return
+        if self._dropped:
+            record.fields = {**getattr(record, "fields", {}), "dropped": self._dropped}
+            self._dropped = 0
+        self._lines.put_nowait(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        super().close()
+        if self._writer.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._lines.put(None, timeout=self.CLOSE_S)
+                self._writer.join(self.CLOSE_S)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                while line:
+                    line = line[os.write(self._descriptor, line) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError:  # the reader is gone, and so is its log
+                pass
 
 
 class RateLimit(logging.Filter):
