@@ -12,18 +12,20 @@ import resource
 import select
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from load import seconds, settles
-from ranks import RunningSwitch, running_switch
+from ranks import RunningSwitch, private, running_switch
 from test_admission import JOIN, serves
-from test_exhaustion import FEW, descriptors
+from test_exhaustion import FEW, descriptors, settled, usage
 
 from netfold.bootstrap import handshake
 from netfold.bootstrap.tcp_store import OUTLIVING, TcpStore
@@ -248,3 +250,22 @@ def test_a_burst_of_workers_larger_than_the_bound_drops_none() -> None:
             stream.settimeout(seconds(10))
             assert control_messages.receive(stream)["type"] == "admitted"
         assert settles(lambda: switch.log().count("event=joined") == count)
+
+
+def test_tls_hellos_leave_no_memory_behind(tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    hello = outgoing.read()
+    with running_switch("--token-file", private(tmp_path / "tokens", "a " + "1" * 32)) as switch:
+        address = control_messages.parse_switch(switch.endpoint, what="switch")
+        usage(switch)
+        before = usage(switch)
+        for _ in range(4000):
+            with socket.create_connection(address[:2], seconds(10)) as stream:
+                stream.sendall(hello)
+        files, rss_bytes = settled(switch, before[0] + FEW)
+        assert files <= before[0] + FEW
+        assert rss_bytes <= 1.5 * before[1], (before[1] >> 20, rss_bytes >> 20)

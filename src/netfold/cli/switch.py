@@ -115,6 +115,7 @@ def switch(
         return
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
+    from netfold.switch.acceptor import bound_tls_buffers
     from netfold.switch.bmv2 import Bmv2
     from netfold.switch.http import HttpServer
     from netfold.switch.log import LogfmtFormatter, QueuedHandler, RateLimit, event
@@ -128,6 +129,7 @@ def switch(
     output.setFormatter(LogfmtFormatter())
     output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
+    bound_tls_buffers()
     with exit_on("switch", ValueError, OSError):
         host, port = control_messages.parse_endpoint(listen, what="--listen")
         limits = Limits(

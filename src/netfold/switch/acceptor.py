@@ -6,6 +6,7 @@ switch_protocol/acceptor.py bounds the peers that are not authenticated.
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import contextlib
 import logging
 import socket
@@ -18,6 +19,15 @@ from netfold.switch.control_io import abort, enable_keepalive
 from netfold.switch.log import event
 from netfold.switch_protocol import acceptor, control_messages
 from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED, Peer
+
+# Of each TLS connection, for received bytes. asyncio takes 256 KiB, which the heap does not give back once hundreds of
+# connections have ended among others: a minute of TLS hellos left 800 MB. Control messages are short.
+_TLS_BUFFER_BYTES = 16 << 10
+
+
+def bound_tls_buffers() -> None:
+    """Give the TLS connections of this process short buffers. For a process that is a switch."""
+    asyncio.sslproto.SSLProtocol.max_size = _TLS_BUFFER_BYTES
 
 
 @dataclass
