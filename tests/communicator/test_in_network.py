@@ -402,6 +402,16 @@ DIFFERENT = {
         lambda group: group.broadcast(ones(100, "float32"), 0),
         ("broadcast #1 of 100 i32 (root 0)", "broadcast #1 of 100 f32 (root 0)"),
     ),
+    "types that travel as one dtype": (
+        lambda group: group.broadcast(ones(100, "bool"), 0),
+        lambda group: group.broadcast(ones(100, "uint8"), 0),
+        ("broadcast #1 of 100 bool (root 0)", "broadcast #1 of 100 u8 (root 0)"),
+    ),
+    "complex numbers against their parts": (
+        lambda group: group.all_reduce(ones(50, "complex64")),
+        lambda group: group.all_reduce(ones(100, "float32")),
+        ("all_reduce #1 of 50 c64 (sum)", "all_reduce #1 of 100 f32 (sum)"),
+    ),
     "sizes of a broadcast": (
         lambda group: group.broadcast(ones(100), 0),
         lambda group: group.broadcast(ones(10_000), 0),
