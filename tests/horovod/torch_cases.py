@@ -260,6 +260,33 @@ def ranks_that_ran_out_of_data_join(rank: int, size: int) -> None:
         same(hvd.allreduce(part(rank, 4), name="uneven", op=hvd.Sum), all_parts(size, 4).sum(0))
 
 
+def values_count_whatever_the_memory_and_the_modes(rank: int, size: int) -> None:
+    def strided(values: Tensor) -> Tensor:
+        return torch.stack([values, values], 1)[:, 1]
+
+    def negated(values: Tensor) -> Tensor:
+        return torch._neg_view(-values)
+
+    parts = all_parts(size, size)
+    for layout, made, called, waited in itertools.product((torch.clone, strided, negated), *[(False, True)] * 3):
+        for op, right in ((hvd.Sum, parts.sum(0)), (hvd.Average, parts.sum(0) / size)):
+            with torch.inference_mode(made):
+                tensor = layout(parts[rank])
+            with torch.inference_mode(called):
+                handle = hvd.allreduce_async_(tensor, op=op)
+            with torch.inference_mode(waited):
+                hvd.synchronize(handle)
+            same(tensor.resolve_neg(), right)
+        with torch.inference_mode(made):
+            own, root = layout(parts[rank]), layout(parts[rank])
+        with torch.inference_mode(called):
+            same(hvd.allgather(own), parts.flatten())
+            same(hvd.alltoall(own), parts[:, rank])
+            same(hvd.reducescatter(own, op=hvd.Sum), parts.sum(0)[rank : rank + 1])
+            hvd.broadcast_(root, 1)
+        same(root.resolve_neg(), parts[1])
+
+
 def process_sets_run_beside_each_other(rank: int, size: int) -> None:
     assert hvd.global_process_set.ranks == list(range(size)) and hvd.global_process_set.rank() == rank
     even = hvd.add_process_set(range(0, size, 2))
@@ -615,6 +642,7 @@ OPERATIONS: dict[str, Case] = {
         differing_calls_are_named_and_the_group_goes_on,
         operations_that_do_not_meet_are_named_in_the_log,
         gather_scatter_and_exchange,
+        values_count_whatever_the_memory_and_the_modes,
         gradients_flow_back,
         ranks_that_ran_out_of_data_join,
         process_sets_run_beside_each_other,

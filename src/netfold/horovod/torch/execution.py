@@ -168,10 +168,11 @@ class Engine:
         works = self._reduce(buffer, "sum" if average else call.op) if buffer.numel() else []
 
         def finish() -> None:
-            if divisor != 1 and call.postscale == 1.0:
-                buffer.div_(divisor, rounding_mode="trunc")
-            elif divisor != 1 or call.postscale != 1.0:
-                _scale(buffer, call.postscale / divisor)
+            with torch.inference_mode():  # as in `unpack`
+                if divisor != 1 and call.postscale == 1.0:
+                    buffer.div_(divisor, rounding_mode="trunc")
+                elif divisor != 1 or call.postscale != 1.0:
+                    _scale(buffer, call.postscale / divisor)
             unpack()
 
         transfer = Transfer(works, finish)
@@ -209,9 +210,10 @@ class Engine:
         Returns the buffer, and a function that copies it to the outputs. A single output on the host is the buffer.
         """
         source, output = pairs[0]
-        if len(pairs) == 1 and source is not None and output is not None and output.is_cpu and output.is_contiguous():
+        if len(pairs) == 1 and source is not None and output is not None and _is_plain(output):
             if source is not output:
-                output.copy_(source)
+                with torch.inference_mode():
+                    output.copy_(source)
             return output.detach(), lambda: None
         total = sum(sizes)
         whole = self._buffers.take(dtype, total)
@@ -223,9 +225,11 @@ class Engine:
                 part.copy_(source.reshape(-1))
 
         def unpack() -> None:
-            for (_, output), part in zip(pairs, parts, strict=True):
-                if output is not None:
-                    output.copy_(part.view(output.shape))
+            # In this mode any tensor may be written, an inference tensor too, whose caller may wait outside of it.
+            with torch.inference_mode():
+                for (_, output), part in zip(pairs, parts, strict=True):
+                    if output is not None:
+                        output.copy_(part.view(output.shape))
             self._buffers.give(whole)
 
         return whole[:total], unpack
@@ -327,8 +331,13 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 def _host(tensor: Tensor) -> Tensor:
     """Return the values in contiguous host memory, with at least one dimension."""
-    found = tensor.cpu().contiguous()
+    found = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     return found if found.dim() else found.reshape(1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the host's memory holds the tensor's values in order."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 class _Buffers:
@@ -350,9 +359,10 @@ class _Buffers:
             if free:
                 self._kept_bytes -= size
                 return free.pop().view(dtype)
-        if size < _MIN_SHARED_BYTES:
-            return torch.empty(size, dtype=torch.uint8).view(dtype)
-        return torch.from_numpy(empty(size, np.uint8)).view(dtype)
+        with torch.inference_mode(False):  # later operations use the buffer outside of this mode, too
+            if size < _MIN_SHARED_BYTES:
+                return torch.empty(size, dtype=torch.uint8, device="cpu").view(dtype)
+            return torch.from_numpy(empty(size, np.uint8)).view(dtype)
 
     def give(self, buffer: Tensor) -> None:
         """Keep a buffer for later operations, unless _MAX_KEPT_BYTES are kept already."""
