@@ -7,6 +7,7 @@ import re
 import pytest
 from browser import parse
 
+from netfold import units
 from netfold.page.chart import SIDE, Axis, Chart, stack
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
@@ -27,6 +28,19 @@ from netfold.page.table import text_table
 )
 def test_axis_ticks_are_few_round_numbers(axis: Axis, ticks: list[float]) -> None:
     assert [place for place, _ in axis.labels()] == pytest.approx([axis.at(tick) for tick in ticks])
+
+
+@pytest.mark.parametrize(
+    ("high_s", "labels"),
+    [
+        (100.0, ["0 s", "20 s", "40 s", "60 s", "80 s", "100 s"]),
+        (170.0, ["0 min", "0.5 min", "1 min", "1.5 min", "2 min", "2.5 min"]),
+        (3 * 3600.0, ["0 h", "0.5 h", "1 h", "1.5 h", "2 h", "2.5 h", "3 h"]),
+        (4 * 86400.0, ["0 days", "1 days", "2 days", "3 days", "4 days"]),
+    ],
+)
+def test_an_axis_of_time_has_one_unit(high_s: float, labels: list[str]) -> None:
+    assert [text for _, text in Axis("time", 0.0, high_s, units.seconds).labels()] == labels
 
 
 def test_a_value_beyond_the_axis_is_drawn_at_its_end() -> None:

@@ -57,13 +57,24 @@ class Axis:
 
     def labels(self) -> list[tuple[float, str]]:
         """(place, label) of each tick."""
-        named = self.named or {tick: self.text(tick) for tick in self._ticks()}
+        unit, name = self._time_unit()
+        write = self.text if not name else lambda value: f"{value / unit:.3g} {name}"
+        named = self.named or {tick: write(tick) for tick in self._ticks()}
         return [(self.at(tick), text) for tick, text in named.items()]
+
+    def _time_unit(self) -> tuple[float, str]:
+        """(seconds, name) of the one unit of a linear axis of times above 2 minutes; (1, "") of any other axis."""
+        if self.text is not units.seconds or self.base is not None:
+            return 1.0, ""
+        scales = ((2 * 86400, 86400.0, "days"), (2 * 3600, 3600.0, "h"), (120, 60.0, "min"))
+        return next(((unit, name) for least, unit, name in scales if self.high >= least), (1.0, ""))
 
     def _ticks(self) -> list[float]:
         # A logarithmic axis of less than a factor of 4 would have one or two ticks only.
         if self.base is None or (self.base == 10 and self.high / self.low < 4):
-            step = max(self.least_step, _round_step((self.high - self.low) / _MOST_TICKS))
+            # Ticks at round numbers of the unit of the axis: minutes where seconds() writes minutes.
+            unit = self._time_unit()[0]
+            step = max(self.least_step, unit * _round_step((self.high - self.low) / unit / _MOST_TICKS))
             first = math.ceil(self.low / step - 1e-9)
             return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
         first = math.ceil(math.log(self.low, self.base) - 1e-9)
