@@ -1,4 +1,5 @@
 // netfold._native.engine.Group: groups of ranks, and the calls on them. Every wait releases the GIL.
+#include <nanobind/stl/array.h>
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
@@ -373,6 +374,8 @@ void bind_group(nb::module_& e) {
           "(moment of the last byte, lane, peer, rail) of connections that may be closed until they are used again, "
           "the "
           "longest idle first; by the clock of time.monotonic.")
+      .def("silent_connections", &Group::silent_connections, Release(),
+           "[lane, peer, rail] of connections whose peer's host confirms nothing any more that this end has sent.")
       .def("connect", &connect_unused, "lane"_a, "peer"_a, "rail"_a, "fd"_a, "secrets"_a.none() = nb::none(),
            "Give a connection that was never made its socket, which the group owns. Does not wait for the driver.")
       .def(

@@ -99,22 +99,36 @@ void Group::set_released(int lane, int peer, int rail, bool is_released) {
   });
 }
 
-std::vector<Group::Idle> Group::idle_connections() {
-  std::vector<Idle> idle;
+void Group::for_each_connection(const std::function<void(transport::ResumableSocket&, int, int, int)>& visit) {
   run_driver_task([&] {
     for (int lane = 0; lane < 2 + static_cast<int>(fallback_meshes_.size()); ++lane) {
       transport::Mesh& mesh = mesh_of(lane);
       for (const int peer : mesh.made()) {
         int rail = 0;
         for (auto* socket = mesh.rail(peer, rail); socket != nullptr; socket = mesh.rail(peer, ++rail)) {
-          const std::int64_t since_ns = socket->idle_since_ns();
-          if (since_ns >= 0) idle.push_back({since_ns, lane, peer, rail});
+          visit(*socket, lane, peer, rail);
         }
       }
     }
   });
+}
+
+std::vector<Group::Idle> Group::idle_connections() {
+  std::vector<Idle> idle;
+  for_each_connection([&](transport::ResumableSocket& socket, int lane, int peer, int rail) {
+    const std::int64_t since_ns = socket.idle_since_ns();
+    if (since_ns >= 0) idle.push_back({since_ns, lane, peer, rail});
+  });
   std::ranges::sort(idle, {}, &Idle::since_ns);
   return idle;
+}
+
+std::vector<std::array<int, 3>> Group::silent_connections() {
+  std::vector<std::array<int, 3>> silent;
+  for_each_connection([&](const transport::ResumableSocket& socket, int lane, int peer, int rail) {
+    if (socket.is_silent()) silent.push_back({lane, peer, rail});
+  });
+  return silent;
 }
 
 bool Group::reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,

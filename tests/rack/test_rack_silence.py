@@ -98,7 +98,7 @@ def test_a_member_that_sends_nothing_more_is_decided_out_in_time_and_comes_back(
 
 
 RANK = """
-import sys, time
+import os, sys, time
 import numpy as np
 from netfold import Communicator
 from netfold.errors import PeerLost
@@ -107,29 +107,31 @@ with Communicator.from_environment(timeout_s=600, join_timeout_s=20) as group:
     group.all_reduce(values)
     print("under way", flush=True)
     try:
-        while True:
+        values[:] = 1
+        while values[0] == 1:
+            if group.rank == 0 and os.path.exists(sys.argv[3]):
+                values[:] = 0
             if sys.argv[2] == "receive":
                 group.broadcast(values, root=1)
             elif sys.argv[2] == "send":
                 group.broadcast(values, root=0)
             else:
-                group.all_reduce(values)
-                values[:] = 1
+                group.all_reduce(values, op="min")
                 time.sleep(0.01)
     except PeerLost as error:
         print(f"lost {error.rank}: {error}", flush=True)
 """
 
 
-@pytest.mark.parametrize("elements", [1, 4_000_000])
-@pytest.mark.parametrize("verb", ["receive", "send", "both"])
-def test_every_other_rank_learns_in_time_that_a_host_is_silent(verb: str, elements: int, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def two_ranks(folder: Path, elements: int, verb: str) -> Iterator[tuple[Lan, list[Path], list[Process]]]:
     with lan(2) as there:
-        logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+        logs = [folder / f"rank{rank}" for rank in range(2)]
         ranks = [
             there.spawn(
                 rank, "sh", "-c", f'exec "$@" >"{logs[rank]}" 2>&1', "sh", sys.executable, "-c", RANK, str(elements),
-                verb, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=there.address(0), MASTER_PORT="29700",
+                verb, str(folder / "stop"), RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=there.address(0),
+                MASTER_PORT="29700",
                 NETFOLD_TRANSPORT="tcp", NETFOLD_PROBE="off",
             )
             for rank in range(2)
@@ -137,10 +139,28 @@ def test_every_other_rank_learns_in_time_that_a_host_is_silent(verb: str, elemen
         try:
             wait_for(logs, "under way", 30)
             time.sleep(0.5)
-            there.drop(1, *EVERYTHING)
-            wait_for(logs[:1], r"lost 1: .*rank 1", PEER_LOST_S)
+            yield there, logs, ranks
         finally:
             stop(ranks)
+
+
+@pytest.mark.parametrize("elements", [1, 4_000_000])
+@pytest.mark.parametrize("verb", ["receive", "send", "both"])
+def test_every_other_rank_learns_in_time_that_a_host_is_silent(verb: str, elements: int, tmp_path: Path) -> None:
+    with two_ranks(tmp_path, elements, verb) as (there, logs, _):
+        there.drop(1, *EVERYTHING)
+        wait_for(logs[:1], r"lost 1: .*rank 1", PEER_LOST_S)
+
+
+def test_a_stopped_process_whose_host_answers_is_not_lost(tmp_path: Path) -> None:
+    """Also where its receive buffer is full: its kernel confirms the probes of that."""
+    with two_ranks(tmp_path, 4_000_000, "send") as (_, logs, ranks):
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        time.sleep(PEER_LOST_S + 5)  # nothing happens in this time: there is no event to wait for
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        (tmp_path / "stop").touch()
+        for rank, log in zip(ranks, logs, strict=True):
+            assert rank.wait(seconds(30)) == 0 and "lost" not in log.read_text(), log.read_text()
 
 
 def wait_for(logs: list[Path], pattern: str, timeout_s: float) -> None:

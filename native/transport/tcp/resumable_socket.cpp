@@ -19,6 +19,11 @@ namespace {
 // on the next, megabytes too early.
 constexpr int kUnsentBytes = 512 << 10;
 
+// The kernel asks the peer's host where nothing has come for so long, and ends the socket when it does not answer.
+constexpr int kKeepaliveIdleS = 5, kKeepaliveIntervalS = 2, kKeepaliveProbes = 5;
+static_assert((kKeepaliveIdleS + kKeepaliveProbes * kKeepaliveIntervalS) * 1'000'000'000LL ==
+              ResumableSocket::kSilentNs);
+
 // Free blocks of all retransmit buffers of the process. Malloc would pass such memory back and forth with the kernel,
 // which costs more than the copy. The block that was given back last is taken next, since it is in the cache.
 struct SpareBlocks {
@@ -93,6 +98,10 @@ void ResumableSocket::adopt(Fd socket, const auth::StreamSecrets& secrets) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kKeepaliveIdleS, sizeof kKeepaliveIdleS);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kKeepaliveIntervalS, sizeof kKeepaliveIntervalS);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kKeepaliveProbes, sizeof kKeepaliveProbes);
 }
 
 Pipe::Io ResumableSocket::send(std::span<const iovec> pieces) {
@@ -370,6 +379,17 @@ bool ResumableSocket::hung_up() {
 std::int64_t ResumableSocket::idle_since_ns() {
   const bool is_idle = resumable_ && state_ == State::up && accepted() && !has_unsent() && unconfirmed() == 0;
   return is_idle && unread_from_ == unread_.size() ? used_ns_ : -1;
+}
+
+// TCP_USER_TIMEOUT is no way to this: Linux then also ends a connection whose peer confirms probes, but whose process
+// reads nothing for that long.
+bool ResumableSocket::is_silent() const {
+  constexpr int kLeastRepeats = 2;
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (state_ != State::up || ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return false;
+  const bool repeats = info.tcpi_retransmits >= kLeastRepeats || info.tcpi_probes >= kLeastRepeats;
+  return repeats && info.tcpi_last_ack_recv * 1'000'000LL >= kSilentNs;
 }
 
 std::size_t ResumableSocket::unconfirmed() const {

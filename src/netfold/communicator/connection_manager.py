@@ -14,6 +14,9 @@ through the other ranks' listeners:
              that has failed, or made another call in this one's place, ends the wait at once. A long wait is logged.
     unconnected  a receive from any rank waits, and connections were closed since they were idle. Nothing shows the end
              of their ranks, so these are asked for their status, 16 each second in turn.
+
+Each _LOOK_NS it also looks for connections to hosts that confirm nothing any more (resumable_socket.hpp), and breaks
+them. So the rank of a host that goes silent is lost within 20 s and `reconnect_s`, whatever the operation's timeout.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ _SHORT_FROM, _SHORT_TO = 7 / 8, 3 / 4
 _IDLE_LEAST_S = 1.0
 _NEVER = -1  # the number of reconnects of a connection that was not made yet
 _ANY = -2
-_IDLE_NS = 60_000_000_000
+_LOOK_NS = 5_000_000_000
 _END_S = 2.0
 _FAILURES: tuple[str, ...] = engine.FAILURES
 _NO_REPLY = {"type": "no_reply", "activity": "not answering (stopped, or its host cannot be reached)"}
@@ -215,6 +218,11 @@ class GroupMonitor:
             manager.start_task(partial(self.native.give_up, lane, peer, rail, _NEVER, text))
         else:
             manager.start_task(partial(self.reconnect, lane, peer, rail))
+
+    def reconnect_silent(self, lane: int, peer: int, rail: int) -> None:
+        """Break a connection to a host that confirms nothing any more, and make it again or give it up."""
+        self.native.disconnect(lane, peer, rail, _ANY)
+        self.reconnect(lane, peer, rail)
 
     def reconnect(self, lane: int, peer: int, rail: int) -> None:
         """Make a connection, or make a broken one again; or give it up."""
@@ -421,7 +429,7 @@ class _ConnectionManager:
         self._reset()
 
     def _reset(self) -> None:
-        self._releasing = self._is_due = False
+        self._releasing = self._is_due = self._looks = False
         self._highest = 0  # of the descriptors since they were last counted
         self._lock = threading.Lock()
         self._monitors: dict[int, GroupMonitor] = {}
@@ -511,10 +519,26 @@ class _ConnectionManager:
                 monitors[number].release(*connection)
 
     def _run(self) -> None:
+        look_at_ns = time.monotonic_ns() + _LOOK_NS
         while not self._stopping:
-            event = engine.next_async_event(_IDLE_NS)
+            event = engine.next_async_event(max(0, look_at_ns - time.monotonic_ns()))
             if event is not None:
                 self._handle(*event)
+            if time.monotonic_ns() >= look_at_ns:
+                look_at_ns = time.monotonic_ns() + _LOOK_NS
+                if not self._looks:  # else a group's driver is busy
+                    self._looks = True
+                    self.start_task(self._break_silent)
+
+    def _break_silent(self) -> None:
+        with self._lock:
+            monitors = list(self._monitors.values())
+        try:
+            for monitor in monitors:
+                for connection in monitor.native.silent_connections():
+                    self.start_task(partial(monitor.reconnect_silent, *connection))
+        finally:
+            self._looks = False
 
     # A method, so that the thread keeps no group alive while it sleeps.
     def _handle(

@@ -3,9 +3,8 @@
 `members` is the entry, over `communicator`; `change` has its results. `standing` is a process's state, which its
 training thread and `service`, at its listener, share. `agreement` decides who goes on, as a state machine that
 `negotiation` runs over the members' listeners, by `messages`. `heartbeat` ends a generation whose member sends nothing
-more. A newcomer finds members by `newest`, and asks them by
-`joining`. `policy` divides the data. With torch: `State` and `World`, of `netfold.torch.elastic`, which is loaded when
-one of them is first used.
+more. A newcomer finds members by `newest`, and asks them by `joining`. `policy` divides the data. With torch: `State`
+and `World`, of `netfold.torch.elastic`, which is loaded when one of them is first used.
 May import: communicator, bootstrap, `netfold.options`, `netfold.errors`. Never torch.
 
 Always: a generation has one successor; a step is applied by all members or by none; a minority never goes on alone; a

@@ -40,6 +40,7 @@
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shm/shm_node.hpp>
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -141,6 +142,8 @@ class Group {
     int rail = 0;
   };
   std::vector<Idle> idle_connections();
+  // The connections to hosts that confirm nothing any more (ResumableSocket::is_silent), as lane, peer and rail.
+  std::vector<std::array<int, 3>> silent_connections();
   // Handle what comes over the connections from now on, also while no operation is under way: a peer may begin a stream
   // over a fabric.
   void serve_connections() {
@@ -242,6 +245,8 @@ class Group {
   // Run `action` on this thread where no thread drives; else the driver runs it later. `action` must not throw.
   void post_driver_task(std::function<void()> action);
   transport::Mesh& mesh_of(int lane);
+  // Call `visit(socket, lane, peer, rail)` for each connection, in the driver.
+  void for_each_connection(const std::function<void(transport::ResumableSocket&, int, int, int)>& visit);
   void connection_changed(int lane, int peer);
   // Call `action` for the mesh, the lane and each fallback mesh.
   template <class Action>

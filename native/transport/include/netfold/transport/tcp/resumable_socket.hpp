@@ -62,6 +62,11 @@ class ResumableSocket {
   // When bytes last passed, where this end may disconnect without harm: the connection can be made again, and nothing
   // is under way on this side. Else -1.
   std::int64_t idle_since_ns();
+  // Whether the peer's host has confirmed nothing for kSilentNs that this end has sent, repeatedly: bytes, or probes of
+  // a full receiver. A host confirms probes also while the peer's process is stopped. Where this end has sent nothing,
+  // the kernel's keepalive ends the socket after the same time.
+  bool is_silent() const;
+  static constexpr std::int64_t kSilentNs = 15'000'000'000;
   // -1: there is no socket.
   int descriptor() const { return socket_.get(); }
   // Whether bytes wait that came over a socket which is closed.
