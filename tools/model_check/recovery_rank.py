@@ -271,7 +271,8 @@ class Rank:
             elif isinstance(action, production.FindTree):
                 self.finds_tree = True
             elif isinstance(action, production.Wait):
-                self.waits |= {(action.what, action.attempt)}
+                if action.what != "good":  # that changes only how long a later wait is
+                    self.waits |= {(action.what, action.attempt)}
             elif isinstance(action, production.Leave):
                 if self.path.failover.generation == action.generation and self.path.failover.is_up:
                     raise BrokenError("a rank leaves the membership that operations go by")

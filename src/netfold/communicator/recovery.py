@@ -289,7 +289,7 @@ class Recovery:
                     self._rank,
                     self._machine.lost[generation],
                     self._substitute,
-                    f", and the switch is asked again in {self._rejoin_s:g} s" if self._rejoin_s else "",
+                    f", and the switch is asked again in {self._machine.next_wait_s:g} s" if self._rejoin_s else "",
                     self._began[generation][1],
                     passed_on,
                 )

@@ -282,6 +282,11 @@ class RecoveryMachine:
     def awaits_plan(self, generation: int) -> bool:
         return generation in self.lost and generation not in self._planned
 
+    @property
+    def next_wait_s(self) -> float:
+        """Seconds from a loss to the next try to join; 0 for never."""
+        return self._wait_s
+
     def stragglers(self) -> list[int]:
         """At the leader: ranks that have not sent their FrozenState."""
         return sorted({rank for round_ in self._rounds.values() for rank in self.workers if rank not in round_.states})
@@ -354,7 +359,6 @@ class RecoveryMachine:
         del self._rounds[generation]
         actions: list[Action] = [PlanDelivered(generation, round_.promised)]
         if self._rejoin_s != 0 and not self._search:
-            self._wait_s = self._rejoin_s
             actions += self._wait_again()
         return actions
 
@@ -469,6 +473,11 @@ class RecoveryMachine:
 
     def handle_timer(self, what: str, attempt: int) -> list[Action]:
         """A `Wait` has ended."""
+        if what == "good":
+            # A switch over a bad path is joined and lost for ever. Only one that stays makes the next wait short again.
+            if not self._search and attempt == self._attempts:
+                self._wait_s = self._rejoin_s
+            return []
         if what == "again":
             if self._search != "waits" or attempt != self._attempts:
                 return []
@@ -510,6 +519,6 @@ class RecoveryMachine:
             (generation,) = generations
             if generation != 0 and generation not in self.lost and self._path.promise(generation):
                 self._search = ""
-                return [Promised(generation)]
+                return [Promised(generation), Wait(_MAX_WAIT * self._rejoin_s, "good", self._attempts)]
         reasons = dict.fromkeys(why for _, why in attempt.joined.values() if why)
         return [NotJoined("; ".join(reasons) or "not every rank joined in time"), *self._wait_again()]
