@@ -9,14 +9,20 @@ address that leads nowhere.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
+from netfold.bootstrap import launchers
 from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol.control_messages import is_loopback, parse_switch, switches_of
+
+# An address that no host has (RFC 5737): its route is the default one.
+_ELSEWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,47 @@ class Interfaces:
 
 
 def own_interfaces(options: Options, store_host: str | None) -> Interfaces:
-    """The interfaces that the user names, else all. RendezvousError for an unknown interface or host."""
-    if options.interface:
-        names = [name.strip() for name in options.interface.split(",") if name.strip()]
+    """The interfaces that the user names, else all but those that the user excludes.
+
+    RendezvousError for an unknown interface or host.
+    """
+    chosen = options.interface or ""
+    names = [name.strip() for name in chosen.removeprefix("^").split(",") if name.strip()]
+    if any(name.startswith("^") for name in names):
+        raise RendezvousError(f"NETFOLD_INTERFACE={chosen}: one ^ before the whole list excludes all of its interfaces")
+    if names and not chosen.startswith("^"):
         return Interfaces(tuple(_address_of(name) for name in names), named=True)
     first = _routed(options, store_host)
-    # Ranks that meet over the loopback are on one machine, and need no other address.
-    return Interfaces((first,) if is_loopback(first) else (first, *_others(first)), named=False)
+    hosts: tuple[str, ...] = (first,)
+    if is_loopback(first) and store_host is not None and _is_name(store_host):
+        # Some systems give a host's own name a loopback address, for that host alone. Ranks elsewhere need another one.
+        routed = _default_route()
+        hosts = (*((routed, *_others(routed)) if routed else ()), first)
+    elif not is_loopback(first):
+        # Ranks that meet over the loopback are on one machine, and need no other address.
+        hosts = (first, *_others(first))
+    if all(_is_excluded(host, names) for host in hosts) and (routed := _default_route()):
+        hosts = (*hosts, routed, *_others(routed))
+    left = tuple(host for host in hosts if not _is_excluded(host, names))
+    if not left:
+        raise RendezvousError(
+            f"NETFOLD_INTERFACE={chosen}: it excludes every interface that this rank could use, which are "
+            f"{', '.join(dict.fromkeys(map(interface_of, hosts)))}"
+        )
+    return Interfaces(left, named=False)
+
+
+def interfaces_before_job(options: Options, environment: Mapping[str, str] = os.environ) -> Interfaces:
+    """The interfaces of a job that would start here: as `own_interfaces` for where its launcher lets the ranks meet.
+
+    Without a launcher and a switch: for the default route.
+    """
+    host = environment.get("MASTER_ADDR") or None
+    if host is None and launchers.is_launched(environment):
+        host = launchers.placement(environment).host
+    if host is None and options.switch is None and _default_route():
+        host = _ELSEWHERE
+    return own_interfaces(options, host)
 
 
 def interface_of(host: str) -> str:
@@ -73,6 +113,30 @@ def _routed(options: Options, store_host: str | None) -> str:
         raise RendezvousError(f"no route to {towards} ({error}); name an interface by NETFOLD_INTERFACE") from None
 
 
+def _is_excluded(host: str, names: Sequence[str]) -> bool:
+    """As NCCL does: by the first letters of the interface's name. docker excludes docker0."""
+    return interface_of(host).startswith(tuple(names))
+
+
+def _is_name(host: str) -> bool:
+    """Whether a host is named by a name that is not the loopback's own, and no address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return not host.lower().startswith("localhost")
+    return False
+
+
+def _default_route() -> str:
+    """This host's IPv4 address on its default route; "" where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 9))  # sends nothing, only asks the routing table
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
 def _others(first: str) -> list[str]:
     """Addresses of other interfaces that are up, of the same family as the first. Link-local ones are left out."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
@@ -101,7 +165,11 @@ def _address_of(interface: str) -> str:
     known = psutil.net_if_addrs()
     if interface not in known:
         raise RendezvousError(f"NETFOLD_INTERFACE={interface}: no such interface; this host has {', '.join(known)}")
-    addresses = [each.address for each in known[interface] if each.family == socket.AF_INET]
+    # IPv4 first. A link-local address of IPv6 means nothing to another host.
+    by_family = sorted(known[interface], key=lambda each: each.family != socket.AF_INET)
+    addresses = [each.address for each in by_family if each.family in _FAMILIES and "%" not in each.address]
     if not addresses:
-        raise RendezvousError(f"NETFOLD_INTERFACE={interface}: it has no IPv4 address (give its address for IPv6)")
+        raise RendezvousError(
+            f"NETFOLD_INTERFACE={interface}: it has no IPv4 address, and none of IPv6 beyond its own link"
+        )
     return addresses[0]

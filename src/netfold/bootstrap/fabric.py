@@ -15,7 +15,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from netfold._native import fabric
-from netfold.bootstrap.addresses import own_interfaces
+from netfold.bootstrap.addresses import interfaces_before_job
 from netfold.bootstrap.tree import StartTree
 from netfold.errors import RendezvousError
 from netfold.options import Options
@@ -56,7 +56,7 @@ def describe_port(port: Any) -> str:
     return f"provider {port.provider} {port.version} of libfabric {fabric.version()} on {', '.join(port.domains)}"
 
 
-def preview_transport(options: Options, store_host: str | None = None) -> tuple[str, str]:
+def preview_transport(options: Options) -> tuple[str, str]:
     """Return the fabric that a group with these options would use on this host instead of TCP, and why it cannot.
 
     One of the two is empty; both are for TCP. Opens the port of a fabric.
@@ -65,7 +65,7 @@ def preview_transport(options: Options, store_host: str | None = None) -> tuple[
     if options.fabric is None:
         return "", ""
     try:
-        interfaces = own_interfaces(options, store_host)
+        interfaces = interfaces_before_job(options)
         return f"{describe_port(port_of(options.fabric, interfaces.hosts[: interfaces.rails]))} ({why})", ""
     except (fabric.FabricError, RendezvousError) as error:
         return "", f"{why}: {error}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from netfold.bootstrap.addresses import interface_of, own_interfaces
+from netfold.bootstrap.addresses import Interfaces, interface_of, interfaces_before_job
 from netfold.bootstrap.fabric import preview_transport
 from netfold.communicator import Options
 from netfold.errors import NetfoldError
@@ -89,14 +89,15 @@ class Facts:
         return cls(**{**values, "switches": [SwitchQuota(**quota) for quota in values["switches"]]})
 
 
-def facts_here(rank: int = 0, *, folder: Path | None = None) -> Facts:
+def facts_here(rank: int = 0, *, folder: Path | None = None, interfaces: Interfaces | None = None) -> Facts:
     """Collect the facts of this process.
 
+    interfaces: of its group; None: those of a job that would start here.
     folder: where the job will write.
     Queries each switch of NETFOLD_SWITCH over TCP and UDP, for at most SWITCH_S and 1 s each.
     """
     options = Options().resolved()
-    names, error, mtu, speed_mbit = _interfaces(options)
+    names, error, mtu, speed_mbit = _interfaces(options, interfaces)
     fabric, fabric_error = preview_transport(options) if not error else ("", "")
     disk = _existing(folder or Path.cwd())
     return Facts(
@@ -133,9 +134,9 @@ def _quota(endpoint: str, options: Options, rank: int) -> SwitchQuota:
     return SwitchQuota(bare, "", *(quota if by_udp else quota._replace(buffer_bytes=0, window_bytes=0)))
 
 
-def _interfaces(options: Options) -> tuple[list[str], str, int, int]:
+def _interfaces(options: Options, interfaces: Interfaces | None) -> tuple[list[str], str, int, int]:
     try:
-        hosts = own_interfaces(options, None).hosts
+        hosts = (interfaces or interfaces_before_job(options)).hosts
     except (NetfoldError, ValueError) as error:
         return [], str(error), 0, 0
     stats = psutil.net_if_stats()

@@ -46,7 +46,7 @@ def check_ranks(communicator: Communicator, folder: Path | None = None, *, capac
     capacity: also measure the switches' capacity, which joins each of them for about BUDGET_S.
     Cost: well below 1 s on one host, about 0.25 s for each host. The group's own errors name a missing rank.
     """
-    own = facts_here(communicator.rank, folder=folder)
+    own = facts_here(communicator.rank, folder=folder, interfaces=communicator.endpoint.interfaces)
     facts = [Facts.from_json(values) for values in _exchange(communicator, asdict(own))]
     nodes = list(communicator.group.nodes)
     leaders = [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
