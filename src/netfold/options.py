@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from netfold.switch_protocol.control_messages import switches_of
+
+log = logging.getLogger("netfold")
 
 TRANSPORTS = ("auto", "tcp")
 INTRA_HOST = ("auto", "nccl", "off")
@@ -60,8 +64,8 @@ class Options:
     reconnect_s: int | None = None
     """Seconds within which a broken connection between hosts may be made again. 0: never, and no sent data is kept."""
     rejoin_s: int | None = None
-    """Seconds after which a lost switch is asked to take the group again. The wait doubles after each failed try, up to
-    sixteen times this. 0: never. Rank 0's is the group's."""
+    """Seconds after which a lost switch is asked to take the group again. The wait doubles with each try and each loss, up
+    to sixteen times this, until the switch has stayed for that long. 0: never. Rank 0's is the group's."""
     probe: str | None = None
     """on or off: whether a new group measures its links. off: built-in figures, and the same choice of algorithms in
     every run."""
@@ -176,6 +180,47 @@ _DEFAULT_NUMBERS = {
     "registration_cache_bytes": 4 << 30,
     "spin_us": None,
 }
+
+
+# Variables that are no option of a group (docs/reference/environment.md).
+_OTHER_VARIABLES = (
+    "NETFOLD_ISA",
+    "NETFOLD_JOIN_TIMEOUT_S",
+    "NETFOLD_LOG",
+    "NETFOLD_NCCL_CUDA",
+    "NETFOLD_NCCL_REQUIRE_SWITCH",
+    "NETFOLD_NCCL_STREAMS",
+    "NETFOLD_NCCL_TUNER",
+    "NETFOLD_PROFILE",
+    "NETFOLD_STORE",
+    "NETFOLD_SWITCH_METRICS",
+    "NETFOLD_SWITCH_OPTIONS",
+)
+
+
+def known_variables() -> list[str]:
+    """All environment variables that netfold reads."""
+    return sorted([*_OTHER_VARIABLES, *(f"NETFOLD_{field.name.upper()}" for field in fields(Options))])
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables with netfold's prefix that it does not read, and the nearest name that it does; "" for none."""
+    known = known_variables()
+    unknown = sorted(name for name in environment if name.startswith("NETFOLD_") and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in unknown}
+
+
+_warned = False
+
+
+def warn_of_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
+    """Log one warning a process where unknown variables are set: most are a known one with a slip."""
+    global _warned
+    unknown = {} if _warned else unknown_variables(environment)
+    _warned = True
+    if unknown:
+        texts = [f"{name} (did you mean {near}?)" if near else name for name, near in unknown.items()]
+        log.warning("netfold does not know these environment variables, and ignores them: %s", ", ".join(texts))
 
 
 def _number(variable: str, text: str) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 from ranks import run_threads
 
+import netfold.options
 from netfold import Communicator, FileStore, Options
+from netfold.options import known_variables
 
 pytestmark = pytest.mark.native
 
@@ -101,3 +104,21 @@ def test_hints_replace_options_by_the_names_of_their_variables() -> None:
         own.with_hints({"NETFOLD_WIRE": "f32"})
     with pytest.raises(ValueError, match="NETFOLD_PROBE='maybe' is not one of on, off"):
         own.with_hints({"NETFOLD_PROBE": "maybe"})
+
+
+def test_every_variable_of_the_page_is_known_and_only_those() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/environment.md").read_text()
+    listed = set(re.findall(r"^\| `(NETFOLD_\w+)`", page, re.MULTILINE))
+    assert listed == {*known_variables()} - {"NETFOLD_SWITCH_OPTIONS"}  # of the switch's unit alone
+
+
+def test_unknown_variables_are_warned_of_once_with_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(netfold.options, "_warned", False)
+    monkeypatch.setenv("NETFOLD_SWICH", "127.0.0.1:7171")
+    monkeypatch.setenv("NETFOLD_QQQQ", "1")
+    for number in range(2):
+        Communicator(FileStore(str(tmp_path / str(number))), 0, 1).close()
+    (warning,) = [record.getMessage() for record in caplog.records if "does not know" in record.getMessage()]
+    assert warning.endswith("NETFOLD_QQQQ, NETFOLD_SWICH (did you mean NETFOLD_SWITCH?)")

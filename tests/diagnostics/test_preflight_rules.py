@@ -246,3 +246,9 @@ def test_an_unmeasured_switch_is_a_warning_without_a_gain() -> None:
     (finding,) = apply_rules(gathered)
     assert finding.level is Level.WARN and finding.where == "switch s:2" and "it is gone" in finding.what
     assert list(advise(gathered)) == []
+
+
+def test_a_setting_that_netfold_does_not_know_is_named_with_the_nearest_one() -> None:
+    (finding,) = apply_rules(hosts(2, environment={rank: {"NETFOLD_SWICH": "a:1"} for rank in range(2)}))
+    assert finding.level is Level.WARN and finding.what.startswith("NETFOLD_SWICH is set")
+    assert finding.remedy == "did you mean NETFOLD_SWITCH?"

@@ -114,6 +114,7 @@ def switch(
     if context.invoked_subcommand is not None:
         return
     from netfold.bench.sizes import parse_size
+    from netfold.options import warn_of_unknown_variables
     from netfold.switch import Limits, Switch, Tokens
     from netfold.switch.acceptor import bound_tls_buffers
     from netfold.switch.bmv2 import Bmv2
@@ -130,6 +131,7 @@ def switch(
     output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
     bound_tls_buffers()
+    warn_of_unknown_variables()
     with exit_on("switch", ValueError, OSError):
         host, port = control_messages.parse_endpoint(listen, what="--listen")
         limits = Limits(

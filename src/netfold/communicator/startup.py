@@ -29,7 +29,7 @@ from netfold.communicator.meeting import Agreement, Meeting, Mesh, Regrouping
 from netfold.communicator.membership import Membership, join_for_host
 from netfold.communicator.switch_tree import check_size
 from netfold.errors import SwitchError
-from netfold.options import SECURITIES, Options
+from netfold.options import SECURITIES, Options, warn_of_unknown_variables
 from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.switch_protocol.open_files import allow_open_files, files_needed
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
@@ -103,6 +103,8 @@ def connect_group(
 ) -> Connections:
     """Run all steps before the native group. options: resolved. Raises ValueError, RendezvousError, SwitchError."""
     rank, size = meeting.rank, meeting.size
+    if rank == 0:
+        warn_of_unknown_variables()
     allow_open_files(files_needed(size))
     agreement = meeting.agree(options, deadline)
     undo.callback(release_listener, agreement.listener)

@@ -12,6 +12,7 @@ from netfold.diagnostics.preflight.facts import Facts
 from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.links import PairLink
 from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
+from netfold.options import unknown_variables
 from netfold.switch_protocol.data_path import ReceiveBuffer
 from netfold.switch_protocol.open_files import files_needed
 
@@ -80,6 +81,9 @@ _OF_THE_HOST = ("NETFOLD_INTERFACE", "NETFOLD_SWITCH", "NETFOLD_LOG", "NETFOLD_P
 
 
 def _environment(gathered: PreflightFacts) -> Iterator[Finding]:
+    for name, near in unknown_variables({name: "" for facts in gathered.facts for name in facts.environment}).items():
+        remedy = f"did you mean {near}?" if near else "unset it; docs/reference/environment.md lists all variables"
+        yield Finding(Level.WARN, "all ranks", f"{name} is set, and netfold knows no such setting", remedy)
     for name in sorted({name for facts in gathered.facts for name in facts.environment} - {*_OF_THE_HOST}):
         values = {facts.rank: facts.environment.get(name, "unset") for facts in gathered.facts}
         yield from _alike(values, f"{name} is not the same", "set it alike on every host")
