@@ -207,7 +207,10 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> dict[str, 
     """The variables with netfold's prefix that it does not read, and the nearest name that it does; "" for none."""
     known = known_variables()
     unknown = sorted(name for name in environment if name.startswith("NETFOLD_") and name not in known)
-    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in unknown}
+    # Without the prefix, which would make all names alike.
+    ends = [name.removeprefix("NETFOLD_") for name in known]
+    near = {name: difflib.get_close_matches(name.removeprefix("NETFOLD_"), ends, 1) for name in unknown}
+    return {name: f"NETFOLD_{close[0]}" if close else "" for name, close in near.items()}
 
 
 _warned = False

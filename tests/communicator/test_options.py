@@ -109,7 +109,7 @@ def test_hints_replace_options_by_the_names_of_their_variables() -> None:
 def test_every_variable_of_the_page_is_known_and_only_those() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/environment.md").read_text()
     listed = set(re.findall(r"^\| `(NETFOLD_\w+)`", page, re.MULTILINE))
-    assert listed == {*known_variables()} - {"NETFOLD_SWITCH_OPTIONS"}  # of the switch's unit alone
+    assert listed == {*known_variables()}
 
 
 def test_unknown_variables_are_warned_of_once_with_the_nearest_name(

@@ -1,4 +1,4 @@
-"""How often a group asks for a lost switch again: the waits of the recovery machine, without a clock."""
+"""The waits until a group asks for a lost switch again: those of the recovery machine, without a clock."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _default_route() -> str:
 
 def _others(first: str) -> list[str]:
     """Addresses of other interfaces that are up, of the same family as the first. Link-local ones are left out."""
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
     version = ipaddress.ip_address(first).version
     return [host for name in up for host in _usable(name) if host != first and _version(host) == version]
 
