@@ -64,8 +64,8 @@ class Options:
     reconnect_s: int | None = None
     """Seconds within which a broken connection between hosts may be made again. 0: never, and no sent data is kept."""
     rejoin_s: int | None = None
-    """Seconds after which a lost switch is asked to take the group again. The wait doubles with each try and each loss, up
-    to sixteen times this, until the switch has stayed for that long. 0: never. Rank 0's is the group's."""
+    """Seconds after which a lost switch is asked to take the group again. The wait doubles with each try and each loss,
+    up to sixteen times this, until the switch has stayed for that long. 0: never. Rank 0's is the group's."""
     probe: str | None = None
     """on or off: whether a new group measures its links. off: built-in figures, and the same choice of algorithms in
     every run."""

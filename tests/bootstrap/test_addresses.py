@@ -1,4 +1,4 @@
-"""The interfaces that a job uses: named, excluded, or by the route to where its ranks meet; doctor looks at the same."""
+"""The interfaces of a job: named, excluded, or by the route to where its ranks meet; doctor looks at the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST = {
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with these interfaces. Its name has an address of the loopback, as on Debian; its default route is eth0."""
+    """A host whose name has an address of the loopback, as on Debian, and whose default route is eth0."""
 
     def of(address: str) -> Any:
         return SimpleNamespace(address=address, family=socket.AF_INET6 if ":" in address else socket.AF_INET)
