@@ -70,17 +70,17 @@ def caller(side: str, groups: dict[str, Any], tensor: Any, async_op: bool) -> An
     reduce, average = calls.REDUCE_CODES[hash(dist.ReduceOp(dist.ReduceOp.SUM))]
     if side == "group":
         if not async_op:
-            return lambda: netfold.run_in_place(kind, dtype, reduce, average, region)
+            return lambda: netfold.run_in_place(kind, dtype, reduce, average, region, tensor)
 
         def start() -> Any:
-            operation = netfold.start_in_place(kind, dtype, reduce, average, region, None, wait_here=False)
+            operation = netfold.start_in_place(kind, dtype, reduce, average, region, tensor, None, wait_here=False)
             return lambda: netfold.wait(operation)
 
         return start
     native, regions, limit_ns = netfold._native, (region,), int(netfold.timeout_s / NS)
 
     def submit() -> Any:
-        operation = native.submit(kind, dtype, reduce, average, 0, (), regions, limit_ns, not async_op)
+        operation = native.submit(kind, dtype, reduce, average, 0, (), regions, tensor, limit_ns, not async_op)
         if async_op:
             return lambda: native.wait(operation, -1)
         if not operation.done:

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "convert.hpp"
+#include "owners.hpp"
 
 using namespace netfold;
 using engine::ComputeSampler;
@@ -85,7 +86,8 @@ std::string probe(PeerMemory& self, int position, int pid, std::uintptr_t addres
 using PythonEvent = std::tuple<const char*, std::uint64_t, std::vector<int>, int, int, std::uint32_t, double>;
 
 std::optional<PythonEvent> next_async_event(std::int64_t timeout_ns) {
-  const auto event = Engine::instance().async_events.pop(timeout_ns);
+  const DropReleasedOwners at_end;
+  const auto event = without_gil([&] { return Engine::instance().async_events.pop(timeout_ns); });
   if (!event) return std::nullopt;
   static constexpr const char* kKinds[] = {"unused", "broken", "overdue", "unconnected"};
   return PythonEvent(kKinds[static_cast<std::size_t>(event->kind)], event->group, event->ranks, event->lane,
@@ -153,11 +155,12 @@ void bind_engine(nb::module_& m) {
   bind_group(e);
   bind_switch_path(e);
 
-  e.def(
-      "next_completion", [](std::int64_t timeout_ns) { return Engine::instance().completions.pop(timeout_ns); },
-      Release());
+  e.def("next_completion", [](std::int64_t timeout_ns) {
+    const DropReleasedOwners at_end;
+    return without_gil([&] { return Engine::instance().completions.pop(timeout_ns); });
+  });
   e.def("interrupt_completions", [] { Engine::instance().completions.interrupt(); });
-  e.def("next_async_event", &next_async_event, "timeout_ns"_a, Release(),
+  e.def("next_async_event", &next_async_event, "timeout_ns"_a,
         "(unused, broken, overdue or unconnected; group id; ranks; lane; rail; sequence; seconds waited), see "
         "AsyncEvent.");
   e.def("interrupt_async_events", [] { Engine::instance().async_events.interrupt(); });

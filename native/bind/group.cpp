@@ -10,6 +10,7 @@
 #include "auth.hpp"
 #include "convert.hpp"
 #include "engine.hpp"
+#include "owners.hpp"
 #include "transport.hpp"
 
 using namespace netfold;
@@ -22,7 +23,7 @@ using transport::fabric::StreamMux;
 
 namespace {
 
-// (address, bytes). The caller keeps the memory alive until the operation is done.
+// (address, bytes).
 using Region = std::tuple<std::uintptr_t, std::size_t>;
 
 std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
@@ -162,6 +163,7 @@ void attach(Group& self, DataPort& port, const std::vector<TableRow>& table, std
 }
 
 bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
+  const DropReleasedOwners at_end;
   const bool done = without_gil([&] { return group.wait(operation, timeout_ns); });
   raise_pending();
   return done;
@@ -185,7 +187,7 @@ int checked_int(nb::handle value, const char* what) {
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduce, bool average, nb::handle root,
                                   const std::vector<Region>& inputs, const std::vector<Region>& outputs,
-                                  std::int64_t timeout_ns, bool on_this_thread, nb::handle tag) {
+                                  nb::handle owner, std::int64_t timeout_ns, bool on_this_thread, nb::handle tag) {
   collective::Call call;
   call.kind = kind_of(kind);
   set_element(call, element);
@@ -196,19 +198,25 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduc
   call.inputs = buffers(inputs);
   call.outputs = buffers(outputs);
   const char* site = call_site();
-  auto operation = without_gil([&] { return group.submit(std::move(call), timeout_ns, on_this_thread, site); });
+  const DropReleasedOwners at_end;
+  auto kept = owner_of(owner);
+  auto operation =
+      without_gil([&] { return group.submit(std::move(call), timeout_ns, on_this_thread, site, std::move(kept)); });
   raise_pending();
   return operation;
 }
 
-std::shared_ptr<Operation> submit_message(Group& group, int peer, int tag, const Region& region, bool sends) {
+std::shared_ptr<Operation> submit_message(Group& group, int peer, int tag, const Region& region, nb::handle owner,
+                                          bool sends) {
   collective::Call call;
   call.kind = sends ? collective::Kind::send : collective::Kind::receive;
   call.root = peer;
   call.tag = tag;
   call.is_internal = true;
   (sends ? call.inputs : call.outputs) = buffers({region});
-  return without_gil([&] { return group.submit(std::move(call), -1, false, nullptr); });
+  const DropReleasedOwners at_end;
+  auto kept = owner_of(owner);
+  return without_gil([&] { return group.submit(std::move(call), -1, false, nullptr, std::move(kept)); });
 }
 
 // The dtype of a PEP 3118 format; nullopt: elements that cannot be reduced as they are.
@@ -233,14 +241,15 @@ nb::object all_reduce_here(Group& group, nb::handle array, int reduce, bool aver
     PyErr_Clear();
     return nb::borrow(Py_NotImplemented);
   }
-  const std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> held(&view, &PyBuffer_Release);
   const auto dtype = dtype_of(view.format);
+  call.outputs.push_back({static_cast<std::byte*>(view.buf), static_cast<std::size_t>(view.len)});
+  const DropReleasedOwners at_end;
+  auto owner = owner_of(view);
   if (!dtype) return nb::borrow(Py_NotImplemented);
   call.dtype = *dtype;
-  call.outputs.push_back({static_cast<std::byte*>(view.buf), static_cast<std::size_t>(view.len)});
   const char* site = call_site();
   auto operation = without_gil([&] {
-    auto submitted = group.submit(std::move(call), timeout_ns, true, site);
+    auto submitted = group.submit(std::move(call), timeout_ns, true, site, std::move(owner));
     group.wait(*submitted, -1);  // its own deadline ends the wait
     return submitted;
   });
@@ -305,9 +314,12 @@ void bind_group(nb::module_& e) {
           "socket: a datagram socket bound to the abstract address `name` + rank; the group owns it.\n"
           "token: 16 bytes that only the ranks of the node know.\n"
           "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
-      .def("submit", &submit, "kind"_a, "element"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
-           "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
-      .def("submit_message", &submit_message, "peer"_a, "tag"_a, "region"_a, "sends"_a,
+      .def(
+          "submit", &submit, "kind"_a, "element"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
+          "owner"_a.none(), "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0,
+          "owner: an object that keeps the memory of inputs and outputs allocated. The operation refers to it until it "
+          "is done, whatever becomes of the caller. None: the memory is never freed.")
+      .def("submit_message", &submit_message, "peer"_a, "tag"_a, "region"_a, "owner"_a.none(), "sends"_a,
            "Send or receive bytes for netfold itself: no deadline, no record, and any tag, negative ones apart from "
            "those "
            "of the program.")

@@ -182,6 +182,7 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
+  operation.owner_.reset();
   const bool is_programs = !operation.call_.is_internal;
   if (is_programs) status_.completed(operation, failure, active_.size() + queue_.size(), transfers_.size());
   {

@@ -117,7 +117,7 @@ collective::Choice Group::choose(collective::Kind kind, kernels::DType dtype, ke
 }
 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
-                                         const char* site) {
+                                         const char* site, BufferOwnerPtr owner) {
   const EngineCallScope counted;
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
@@ -143,6 +143,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     call.copies_inputs = call.kind != collective::Kind::all_reduce && collective::needs_copied_inputs(call, rank());
   }
   call.table = options_.table_hash;
+  operation->owner_ = std::move(owner);
   operation->call_ = std::move(call);
   operation->id_ = engine_.next_operation_id();
   operation->timeout_ns_ = timeout_ns;
@@ -171,6 +172,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
       operation->failure_.text =
           operation->describe(rank()) + " failed: this group failed before: " + inbox->failure.text;
       record.started_ns = record.finished_ns = now_ns();
+      operation->owner_.reset();
       operation->done_.store(true, std::memory_order_release);
       return operation;
     }

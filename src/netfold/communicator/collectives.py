@@ -97,7 +97,13 @@ class Collectives:
                 raise ValueError(f"all_reduce_loc: {name} are read-only and cannot take the result; pass a copy")
         pairs, dtype = pack(values, indices)
         operation = self.group.submit(
-            "all_reduce", dtype=dtype, reduce=op, outputs=[region(pairs)], timeout_s=timeout_s, wait_here=True
+            "all_reduce",
+            dtype=dtype,
+            reduce=op,
+            outputs=[region(pairs)],
+            owner=pairs,
+            timeout_s=timeout_s,
+            wait_here=True,
         )
         self.group.wait(operation)
         unpack(pairs, values, indices)
@@ -228,7 +234,7 @@ class Collectives:
     def barrier(self, *, timeout_s: float | None = None, asynchronous: bool = False) -> Any:
         """Return when every rank has called."""
         operation = self.group.submit("barrier", timeout_s=timeout_s, wait_here=not asynchronous)
-        return Work(self.group, operation, None, None) if asynchronous else self.group.wait(operation)
+        return Work(self.group, operation, None) if asynchronous else self.group.wait(operation)
 
     def send(
         self, buffer: Any, to: int, tag: int = 0, *, timeout_s: float | None = None, asynchronous: bool = False
@@ -284,12 +290,13 @@ class Collectives:
             tag=tag,
             inputs=inputs,
             outputs=outputs,
+            owner=(view, views),
             timeout_s=timeout_s,
             wait_here=not asynchronous,
         )
         if asynchronous:
             work = ReceiveWork if kind == "receive" else Work
-            return work(self.group, operation, (view, views), result)
+            return work(self.group, operation, result)
         self.group.wait(operation)
         return int(operation.peer) if kind == "receive" else result
 

@@ -431,7 +431,7 @@ class _ConnectionManager:
     def _reset(self) -> None:
         self._releasing = self._is_due = self._looks = False
         self._highest = 0  # of the descriptors since they were last counted
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the group
         self._monitors: dict[int, GroupMonitor] = {}
         self._threads: set[threading.Thread] = set()
         self._stopping = False

@@ -24,7 +24,7 @@ class FailureReport:
     def __init__(self, monitor: GroupMonitor, recoveries: Sequence[Recovery]) -> None:
         self._monitor = monitor
         self._recoveries = recoveries
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the group
         self._status: dict[int, Message] | None = None  # what other ranks replied at the first timeout
 
     def error(self, operation: Any) -> NetfoldError:

@@ -101,7 +101,7 @@ class Group:
         self.options = options  # for groups that are made like this one
         self._pid = os.getpid()
         self._closed = False
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # a signal handler may close the group
         self._id = next(_ids)
         # By switch; none on a rank that did not join any.
         self.recoveries: list[Recovery] = []
@@ -124,7 +124,6 @@ class Group:
             self._no_switch = job.no_switch
             self._secret = job.secret
             self._new_groups: collections.Counter[Any] = collections.Counter()
-            self._unfinished: list[Any] = []  # messages of groups that did not form
             self._native = startup.start_native(connections, self._id, undo)
             self._monitor = GroupMonitor(
                 self._native,
@@ -233,7 +232,9 @@ class Group:
         """One operation in place, from rank 0 where there is a root, during start-up."""
         left_s = max(0.1, deadline - time.monotonic())
         output = (region(array),)
-        self.wait(self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, timeout_s=left_s, wait_here=True))
+        self.wait(
+            self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, owner=array, timeout_s=left_s, wait_here=True)
+        )
 
     def lost_switches(self) -> str:
         """Say which switches are lost and what runs instead; empty where none is."""
@@ -265,11 +266,14 @@ class Group:
         tag: int = 0,
         inputs: Sequence[Region] = (),
         outputs: Sequence[Region] = (),
+        owner: object = None,
         timeout_s: float | None = None,
         wait_here: bool,
     ) -> Any:
         """Enqueue a call; returns the native Operation.
 
+        owner: keeps the memory of inputs and outputs allocated. The operation refers to it until it is done, also where
+        an exception, as of a signal handler, takes the operation from the caller.
         wait_here: the caller will wait at once, so the operation may run on this thread and be done on return.
 
         send and receive take the other rank as `root`, and match by `tag`. A receive from ANY_SOURCE takes the first
@@ -290,6 +294,7 @@ class Group:
                 root,
                 inputs,
                 outputs,
+                owner,
                 int(seconds * 1e9),
                 wait_here,
                 tag,
@@ -321,6 +326,7 @@ class Group:
         reduce: int,
         average: bool,
         region: Region,
+        owner: object,
         timeout_s: float | None,
         *,
         wait_here: bool,
@@ -330,29 +336,36 @@ class Group:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return self._native.submit(kind, element, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
+            limit_ns = int(seconds * 1e9)
+            return self._native.submit(kind, element, reduce, average, 0, (), (region,), owner, limit_ns, wait_here)
         except (ValueError, TypeError) as error:
             self.note_refusal(error)
             raise
 
     def run_in_place(
-        self, kind: int, element: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
+        self,
+        kind: int,
+        element: int,
+        reduce: int,
+        average: bool,
+        region: Region,
+        owner: object,
+        timeout_s: float | None = None,
     ) -> None:
         """`start_in_place` and `wait` in one call. Raises the operation's error."""
-        operation = self.start_in_place(kind, element, reduce, average, region, timeout_s, wait_here=True)
+        operation = self.start_in_place(kind, element, reduce, average, region, owner, timeout_s, wait_here=True)
         if not operation.done:
             self._native.wait(operation, -1)
         if operation.failure is not None:
             raise self.error(operation)
 
-    def start_transfer(self, kind: int, element: int, peer: int, tag: int, region: Region) -> Any:
+    def start_transfer(self, kind: int, element: int, peer: int, tag: int, region: Region, owner: object) -> Any:
         """`submit` for a send or receive, by native codes."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         inputs, outputs = ((region,), ()) if kind == _SEND else ((), (region,))
-        return self._native.submit(
-            kind, element, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag
-        )
+        limit_ns = int(self.timeout_s * 1e9)
+        return self._native.submit(kind, element, 0, False, peer, inputs, outputs, owner, limit_ns, False, tag)
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place for small arrays: native code finds the address, size and dtype of `array`.
@@ -495,7 +508,6 @@ class Group:
             peer_memory=self.peer_memory,
             copies=self._copies,
             links=self.links,
-            unfinished=self._unfinished,
         )
         return ParentMeeting(parent, ranks, f"{name} {number}", store_host)
 

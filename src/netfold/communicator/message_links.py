@@ -38,7 +38,9 @@ class _Receive:
     def _post(self, length: int) -> None:
         self.buffer = np.empty(length, np.uint8)
         region = self.buffer.ctypes.data, length
-        self.operation = self._native.submit_message(self._ranks[self._peer], self._tag, region, sends=False)
+        self.operation = self._native.submit_message(
+            self._ranks[self._peer], self._tag, region, self.buffer, sends=False
+        )
 
     def take(self) -> tuple[bytes, bytes] | None:
         """Kind and body, once both have arrived. ConnectionError."""
@@ -63,14 +65,13 @@ class _Receive:
 class MessageLinks:
     """The neighbours are ranks of the parent. For one thread."""
 
-    def __init__(self, native: Any, ranks: Sequence[int], tag: int, unfinished: list[Any]) -> None:
+    def __init__(self, native: Any, ranks: Sequence[int], tag: int) -> None:
         """native: the parent's native group.
 
         ranks: the parent's number of each rank of the new group.
         tag: negative, the same on all members, and of this group alone.
-        unfinished: gets the buffers of messages that have not ended with the tree; it must live as long as the parent.
         """
-        self._native, self._ranks, self._tag, self._unfinished = native, ranks, tag, unfinished
+        self._native, self._ranks, self._tag = native, ranks, tag
         self._expected: dict[int, _Receive] = {}
 
     def send(self, peer: int, kind: bytes, body: bytes, timeout_s: float) -> None:
@@ -81,9 +82,8 @@ class MessageLinks:
 
     def _send(self, peer: int, buffer: np.ndarray[Any, Any], until: float) -> None:
         region = buffer.ctypes.data, buffer.nbytes
-        operation = self._native.submit_message(self._ranks[peer], self._tag, region, sends=True)
+        operation = self._native.submit_message(self._ranks[peer], self._tag, region, buffer, sends=True)
         if not operation.done and not self._native.wait(operation, int(max(0.0, until - time.monotonic()) * 1e9)):
-            self._unfinished.append((operation, buffer))
             raise TimeoutError("it did not receive in time")
         if operation.failure is not None:
             raise _lost(operation, self._ranks)
@@ -114,8 +114,7 @@ class MessageLinks:
 
     def close(self) -> None:
         for receive in self._expected.values():
-            if not self._native.withdraw(receive.operation) and not receive.operation.done:
-                self._unfinished.append((receive.operation, receive.buffer))
+            self._native.withdraw(receive.operation)
         self._expected.clear()
 
 

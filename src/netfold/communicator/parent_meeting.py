@@ -51,7 +51,6 @@ class Parent:
     peer_memory: Any
     copies: str
     links: Links
-    unfinished: list[Any]  # as of MessageLinks
 
 
 class ParentMeeting(Meeting):
@@ -142,7 +141,7 @@ class ParentMeeting(Meeting):
 
     def _links(self) -> MessageLinks:
         tag = -1 - int.from_bytes(self._derive("tag")[:4], "big") % (1 << 31)
-        return MessageLinks(self._parent.native, self._ranks, tag, self._parent.unfinished)
+        return MessageLinks(self._parent.native, self._ranks, tag)
 
     def _tree(self, links: MessageLinks, hosts: list[list[int]], deadline: float) -> StartTree:
         return StartTree(self.rank, place_of(self.rank, hosts), links, deadline)

@@ -46,7 +46,9 @@ class Generations:
         self.endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
         self._last_rank = 0
         self._last_switch: str | None = None
-        self._lock = threading.Lock()
+        # Re-entrant, for a signal handler that closes. A close takes the reference, so that no second one releases it.
+        self._lock = threading.RLock()
+        self._references = [endpoint]
         if group is not None:
             self._formed(group)
 
@@ -127,6 +129,9 @@ class Generations:
                     job_ranks=job_ranks,
                 )
             self._formed(group)
+            if not self._references:  # a signal handler of this thread has closed it
+                group.close()
+                raise ValueError("this communicator was closed")
             return group
 
     def _options_with(self, options: Options | None) -> Options:
@@ -171,12 +176,11 @@ class Generations:
     def close(self) -> None:
         """Leave the group, and refuse later ones. Idempotent."""
         with self._lock:
-            if self.closed:
-                return
             self.closed = True
         if self.group is not None:
             self.group.close()
-        self.endpoint.release()
+        with contextlib.suppress(IndexError):
+            self._references.pop().release()
 
     def refusal(self) -> Exception:
         """The error for a use without a group."""

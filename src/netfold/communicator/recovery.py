@@ -116,7 +116,7 @@ class Recovery:
         self._rejoin_s = rejoin_s
         self._capacity = capacity
         self._substitute = f"all_reduce goes by {_describe_all_reduce(table)}"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the group
         self._memberships = {membership.generation: membership}
         self._joined: Membership | None = None  # the one that does not stand by yet
         self._hardware = membership.hardware

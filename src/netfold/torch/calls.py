@@ -89,6 +89,7 @@ class Prepared:
             root=self.root,
             inputs=[(tensor.data_ptr(), tensor.nbytes) for tensor in self.inputs],
             outputs=[(tensor.data_ptr(), tensor.nbytes) for tensor in self.outputs],
+            owner=self,
             timeout_s=timeout_s,
             wait_here=wait_here,
         )

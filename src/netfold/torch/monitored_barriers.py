@@ -29,7 +29,7 @@ class MonitoredBarriers:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._count = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the group
 
     def wait_all(self, timeout_s: float, wait_all_ranks: bool) -> None:
         """Wait until every rank has called this. CollectiveTimeout names the missing ranks, on every other rank.

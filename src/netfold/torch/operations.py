@@ -10,7 +10,6 @@ torch version. torch calls the methods from Python and, through trampolines, fro
 
 from __future__ import annotations
 
-import collections
 import os
 import threading
 from collections.abc import Sequence
@@ -63,9 +62,6 @@ class Operations:
         device_api: the devices whose tensors the group takes beside CPU tensors; None for CPU tensors alone.
         """
         self.netfold = group
-        # Callers may drop Works. Their tensors must outlive the operations.
-        self._unfinished: collections.deque[NetfoldWork] = collections.deque()
-        self._unfinished_lock = threading.Lock()
         self._buckets: SharedBuckets | RegisteredBuckets
         if group.over_fabric and not group.shares_buckets:
             self._buckets = RegisteredBuckets(group.lease)
@@ -89,7 +85,6 @@ class Operations:
         self._transfers.close()
         if self.devices is not None:
             self.devices.join()
-        self._unfinished.clear()
         self._buckets.close()
 
     def abort(self) -> None:
@@ -117,7 +112,7 @@ class Operations:
             plain = self._plain_all_reduce(tensors[0], opts)
             if plain is not None and not opts.asyncOp:
                 self._in_turn()
-                self.netfold.run_in_place(_ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts))
+                self.netfold.run_in_place(_ALL_REDUCE, *plain, _region(tensors[0]), tensors[0], calls.timeout_of(opts))
                 return CompletedWork(tensors)
             if tensors[0].is_sparse:
                 return sparse.all_reduce(self, tensors[0], opts)
@@ -126,7 +121,7 @@ class Operations:
             if plain is not None:
                 self._in_turn()
                 operation = self.netfold.start_in_place(
-                    _ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts), wait_here=False
+                    _ALL_REDUCE, *plain, _region(tensors[0]), tensors[0], calls.timeout_of(opts), wait_here=False
                 )
                 return self._plain_work(operation, tensors)
         return self._all_reduce(tensors, opts)
@@ -161,10 +156,7 @@ class Operations:
         """Make the Work of an in-place operation, which may be complete already."""
         if operation.done and operation.failure is None:
             return CompletedWork(tensors)
-        work = NetfoldWork(self.netfold, [operation], tensors, keep=tensors)
-        if not work._ended:
-            self._keep(work)
-        return work
+        return NetfoldWork(self.netfold, [operation], tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
@@ -330,11 +322,7 @@ class Operations:
             for each in finishes:
                 each()
 
-        work = NetfoldWork(
-            self.netfold, operations, result, keep=(prepared, result), finish=finish if finishes else None
-        )
-        if not work._ended:
-            self._keep(work)
+        work = NetfoldWork(self.netfold, operations, result, finish=finish if finishes else None)
         return self._handed_out(work, opts)
 
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
@@ -381,13 +369,6 @@ class Operations:
         """Run a call that is one step of an operation, within the operation's timeout."""
         self._in_turn()
         self.netfold.wait(call.submit(self.netfold, calls.timeout_of(opts), wait_here=True))
-
-    def _keep(self, work: NetfoldWork) -> None:
-        """Keep the Work alive until its operations are done. Operations end in order, except those of a switch."""
-        with self._unfinished_lock:
-            self._unfinished.append(work)
-            while self._unfinished and self._unfinished[0].is_completed():
-                self._unfinished.popleft()
 
     # --- the coalescing manager ------------------------------------------------------------------------------------
 

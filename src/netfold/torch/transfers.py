@@ -6,9 +6,7 @@ Future is used. The waiting thread itself drives the group: no other thread is i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,19 +21,14 @@ from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
 
-# With this many operations under way, remove those that have ended and whose Works were dropped.
-_SWEEP_AT = 64
 
 
 class Transfers:
-    """A group's sends and receives under way. Keeps their tensors alive, since callers may drop Works."""
+    """A group's sends and receives."""
 
     def __init__(self, group: Group, device_api: DeviceApi | None = None) -> None:
         self.group = group
         self._device = DeviceTransfers(self, device_api) if device_api is not None else None
-        self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[Any, Tensor]] = {}
-        self._sweep_at = _SWEEP_AT
 
     def transfer(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | SendWork:
         """Start a "send" or "receive"."""
@@ -55,36 +48,19 @@ class Transfers:
                 return queued
         operation = self.start(KINDS[kind], tensor, staged, peer, tag)
         finish = writing_back([(tensor, staged)]) if kind == "receive" else None
-        if finish is not None:
-            return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
-        if not operation.done:
-            self.hold(operation, staged)
-        elif operation.failure is None:
+        if finish is None and operation.done and operation.failure is None:
             return CompletedTransfer(tensors, operation)
-        return TransferWork(self, operation, tensors)
+        return TransferWork(self, operation, tensors, finish=finish)
 
     def start(self, kind: int, tensor: Tensor, memory: Tensor, peer: int, tag: int) -> Any:
         """Start the native operation for `tensor`, whose bytes are in `memory`."""
         code = DTYPE_CODES.get(tensor.dtype)
         element = ELEMENTS[element_name(tensor)] if code is None else code
-        return self.group.start_transfer(kind, element, peer, tag, (memory.data_ptr(), memory.nbytes))
-
-    def hold(self, operation: Any, tensor: Tensor) -> None:
-        """Keep a tensor until its operation is done."""
-        with self._lock:
-            # Remove operations that ended and that no thread waited for.
-            if len(self._under_way) >= self._sweep_at:
-                self._under_way = {key: kept for key, kept in self._under_way.items() if not kept[0].done}
-                self._sweep_at = max(_SWEEP_AT, 2 * len(self._under_way))
-            self._under_way[operation.id] = (operation, tensor)
+        return self.group.start_transfer(kind, element, peer, tag, (memory.data_ptr(), memory.nbytes), memory)
 
     def close(self) -> None:
         if self._device is not None:
             self._device.close()
-
-    def ended(self, operation: Any) -> None:
-        with self._lock:
-            self._under_way.pop(operation.id, None)
 
 
 class CompletedTransfer(CompletedWork):
@@ -104,14 +80,6 @@ class TransferWork(NetfoldWork):
 
     def __init__(self, transfers: Transfers, operation: Any, *args: Any, **options: Any) -> None:
         super().__init__(transfers.group, [operation], *args, **options)
-        self._transfers = transfers
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            return super().wait(timeout)
-        finally:
-            if self._operations[0].done:
-                self._transfers.ended(self._operations[0])
 
     def source_rank(self) -> int:
         """The group rank of the other end. For a receive from any source: valid once the receive is done."""

@@ -26,6 +26,8 @@ from netfold.torch.forwarding import NetfoldWorkBase, resolved_future, seconds_o
 
 # The number of threads that callbacks may block at once. Further completions wait until a callback returns.
 _MAX_THREADS = 64
+# Threads that wait for completions; further ones end.
+_MAX_IDLE = 2
 _IDLE_NS = 1_000_000_000
 
 
@@ -38,25 +40,21 @@ class NetfoldWork(NetfoldWorkBase):
         operations: Sequence[Any],
         result: Any,
         *,
-        keep: Any = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
         """Wrap submitted operations.
 
         result: the Future's value.
-        keep: objects that must outlive the operations.
         finish: runs when all are done, before the Work is seen as complete (copies staged results back).
         """
         super().__init__()
         self._group = group
         self._operations = operations
         self._result = result
-        self._keep = keep
         self._finish = finish
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the Work whose method it interrupts
         self._future: torch.futures.Future[Any] | None = None  # resolved by netfold
         self._visible: torch.futures.Future[Any]  # returned to users
-        self._pending = 0
         self._watched = False
         self._ended = False  # settled, so that a Future may be resolved
         self._finish_error: Exception | None = None
@@ -99,24 +97,27 @@ class NetfoldWork(NetfoldWorkBase):
         return self._group.rank
 
     def make_future(self) -> torch.futures.Future[Any]:
-        with self._lock:
-            if self._future is not None:
-                return self._visible
-            base: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = base
-            resolve = self._ended
-            if resolve and self.exception() is None:
-                base.set_result(self._result)
-                self._visible = base
-                return base
-            # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
-            self._visible = base.then(self._value)
-            watch = not resolve and not self._watched
-            self._watched = True
-        if resolve:
-            base.set_result(None)
-        elif watch:
-            _completions.watch(self)
+        watch = False
+        try:
+            with self._lock:
+                if self._future is None:
+                    base: torch.futures.Future[Any] = torch.futures.Future()
+                    if self._ended and self.exception() is None:
+                        base.set_result(self._result)
+                        self._visible = base
+                    else:
+                        # DDP's reducer crashes on a Future with an exception set, not on one whose callback raised.
+                        self._visible = base.then(self._value)
+                    self._future = base
+                if self._ended and not self._watched and not self._future.done():
+                    self._future.set_result(None)
+                watch = not self._ended and not self._watched
+                self._watched |= watch
+            if watch:
+                _completions.watch(self)
+        except BaseException:  # of a signal handler: the next call goes on
+            self._watched &= not watch
+            raise
         return self._visible
 
     def _settle(self) -> None:
@@ -129,7 +130,6 @@ class NetfoldWork(NetfoldWorkBase):
                     except Exception as error:
                         self._finish_error = error
                 self._finish = None  # set last: other threads then read the results
-        self._keep = None
 
     def _end(self) -> torch.futures.Future[Any] | None:
         """End the Work. Returns the Future to resolve, None if there is none. A later Future resolves at once."""
@@ -139,14 +139,6 @@ class NetfoldWork(NetfoldWorkBase):
                 return None
             self._ended = True
             return self._future
-
-    def _one_done(self) -> torch.futures.Future[Any] | None:
-        """Count one completed operation. Returns the Future to resolve after the last one, else None."""
-        with self._lock:
-            self._pending -= 1
-            if self._pending > 0:
-                return None
-        return self._end()
 
 
 class CompletedWork(NetfoldWorkBase):
@@ -173,10 +165,14 @@ Work = CompletedWork | NetfoldWork
 
 
 class _Completions:
-    """Threads that turn completed operations into resolved Futures."""
+    """Threads that turn completed operations into resolved Futures.
+
+    A signal handler may watch a Work, or raise, at any bytecode of the thread that it interrupts. So the lock is
+    re-entrant, and a thread counts itself.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reset()
 
     def _reset(self) -> None:
@@ -187,63 +183,62 @@ class _Completions:
         self._pid = os.getpid()
 
     def watch(self, work: NetfoldWork) -> None:
-        """Keep `work` alive until its operations are done, then settle it and resolve its Future."""
-        with self._lock:
-            if self._pid != os.getpid():
-                self._reset()  # a fork ends threads
-            waiting = [operation for operation in work._operations if not operation.done]
-            work._pending = len(waiting)
+        """Keep `work` alive until its operations are done, then settle it and resolve its Future.
+
+        After an exception, as of a signal handler, the Work is not watched.
+        """
+        if self._pid != os.getpid():
+            self._lock = threading.RLock()  # a thread that is not in the child may have held it
+            self._reset()  # a fork ends threads
+        waiting = [operation for operation in work._operations if not operation.done]
+        try:
             for operation in waiting:
                 self._works[operation.id] = work
-            if self._idle == 0 and not self._stopping:
+            if self._idle == 0:
                 self._start()
+            for operation in waiting:
+                if not operation.notify():  # already done
+                    self._complete(operation.id)
+        except BaseException:
+            for operation in waiting:
+                self._works.pop(operation.id, None)
+            raise
         if not waiting:  # all ended since the caller's check
             _resolve(work._end())
-        for operation in waiting:
-            if not operation.notify():  # already done
-                self._complete(operation.id)
 
     def _start(self) -> None:
-        if len(self._threads) >= _MAX_THREADS:
-            return
-        thread = threading.Thread(target=self._run, name="netfold-completions", daemon=True)
-        self._threads.add(thread)
-        self._idle += 1
-        thread.start()
+        if len(self._threads) < _MAX_THREADS and not self._stopping:
+            threading.Thread(target=self._run, name="netfold-completions", daemon=True).start()
 
     def _run(self) -> None:
+        thread = threading.current_thread()
+        self._threads.add(thread)
         while True:
+            with self._lock:
+                if self._stopping or self._idle >= _MAX_IDLE:
+                    self._threads.discard(thread)
+                    return
+                self._idle += 1
             operation_id = engine.next_completion(_IDLE_NS)
             with self._lock:
-                if self._stopping:
-                    break
-                if operation_id is None:
-                    continue
                 self._idle -= 1
-                if self._idle == 0:
+                is_last = self._idle == 0
+            if operation_id is not None and not self._stopping:
+                if is_last:
                     self._start()  # this thread may block in a callback
-            self._complete(operation_id)
-            with self._lock:
-                if self._idle > 0 and len(self._threads) > 2:
-                    break  # enough threads are idle
-                self._idle += 1
-        with self._lock:
-            self._threads.discard(threading.current_thread())
+                self._complete(operation_id)
 
     def _complete(self, operation_id: int) -> None:
-        with self._lock:
-            work = self._works.pop(operation_id, None)
-        if work is not None:
-            _resolve(work._one_done())
+        work = self._works.pop(operation_id, None)
+        if work is not None and all(operation.done for operation in work._operations):
+            _resolve(work._end())
 
     def stop(self) -> None:
         if self._pid != os.getpid():
             return
-        with self._lock:
-            self._stopping = True
-            threads = list(self._threads)
+        self._stopping = True
         engine.interrupt_completions()
-        for thread in threads:
+        for thread in list(self._threads):
             thread.join(2.0)
 
 

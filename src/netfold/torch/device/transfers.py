@@ -100,11 +100,8 @@ class DeviceTransfers:
         return work
 
     def _start(self, tensor: Tensor, memory: Tensor, to: int, tag: int) -> Any:
-        """Start the native send of `tensor`, whose bytes are in `memory`, and hold `memory` until it is done."""
-        operation = self._transfers.start(KINDS["send"], tensor, memory, to, tag)
-        if not operation.done:
-            self._transfers.hold(operation, memory)
-        return operation
+        """Start the native send of `tensor`, whose bytes are in `memory`."""
+        return self._transfers.start(KINDS["send"], tensor, memory, to, tag)
 
     def _put(self, send: Callable[[], None], work: SendWork, to: int, tag: int, what: str) -> None:
         """Queue a send; the caller holds the lock."""
@@ -197,11 +194,7 @@ class SendWork(DeviceWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
-        try:
-            self._transfers.group.wait(self._operation, seconds_of(timeout))
-        finally:
-            if self._operation.done:
-                self._transfers.ended(self._operation)
+        self._transfers.group.wait(self._operation, seconds_of(timeout))
         return True
 
     def is_completed(self) -> bool:
@@ -270,7 +263,7 @@ class ReceiveWork(NetfoldWork):
             device_api.keep(tensor, back)
             self._event = back.record_event()
 
-        super().__init__(transfers.group, [operation], [tensor], keep=(tensor, memory), finish=copy_in)
+        super().__init__(transfers.group, [operation], [tensor], finish=copy_in)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)

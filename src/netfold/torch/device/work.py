@@ -56,7 +56,7 @@ class DeviceWork(NetfoldWorkBase):
         self._result = result
         self._rank = rank
         self._settled = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the group
         self._event: Event | None = None
         self._stream: Stream | None = None
         self._failure: Exception | None = None

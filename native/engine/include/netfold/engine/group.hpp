@@ -102,9 +102,11 @@ class Group {
   // timeout_ns: -1 for none.
   // on_this_thread: the caller will wait, and may have to drive.
   // site: where the call was made, or nullptr; the text must never be freed.
+  // owner: of the buffers; released when the operation is done, also where this call throws. nullptr: the caller keeps
+  // them.
   // Returns a failed operation if the group has failed. Throws std::invalid_argument for a call that is never valid.
   std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
-                                    const char* site = nullptr);
+                                    const char* site = nullptr, BufferOwnerPtr owner = nullptr);
   // Take back an internal receive whose message has not begun to arrive, so that its buffer may go. False: it has, or
   // the receive is done. From any thread.
   bool withdraw(const Operation& receive);

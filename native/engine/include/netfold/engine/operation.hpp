@@ -12,6 +12,21 @@
 
 namespace netfold::engine {
 
+// Keeps the buffers of an operation allocated until the engine has finished with them.
+class BufferOwner {
+ public:
+  // Called once, when nothing touches the buffers any more: on any thread, with locks of the engine held, perhaps after
+  // the end of the interpreter that the object belongs to. Must not wait.
+  virtual void release() noexcept = 0;
+
+ protected:
+  ~BufferOwner() = default;
+};
+struct ReleaseOwner {
+  void operator()(BufferOwner* owner) const noexcept { owner->release(); }
+};
+using BufferOwnerPtr = std::unique_ptr<BufferOwner, ReleaseOwner>;
+
 class Operation {
  public:
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -36,6 +51,7 @@ class Operation {
   std::string describe_timeout(int rank) const;
   std::string call_and_site(int rank) const;
 
+  BufferOwnerPtr owner_;  // of the call's buffers; null where the submitter keeps them, or the operation is done
   collective::Call call_;
   std::uint64_t id_ = 0;
   std::int64_t timeout_ns_ = 0;
