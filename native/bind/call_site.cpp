@@ -1,5 +1,6 @@
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "engine.hpp"
@@ -8,16 +9,32 @@ namespace {
 
 constexpr int kMaxFrames = 64;
 
+// A program may make code objects without end. Beyond these numbers the cache begins anew, and new sites have no text.
+constexpr std::size_t kMaxCodes = 4096;
+constexpr std::size_t kMaxTexts = 65536;
+
 struct CodeSites {
   std::string file;
   bool hidden = false;
-  std::map<int, std::string> lines;  // call sites by line; a map never moves its nodes
+  std::map<int, const char*> lines;  // call sites by line
 };
 
 // By code object, each kept alive so that no other object gets its address. Guarded by the GIL.
-std::unordered_map<PyCodeObject*, CodeSites>& cache() {
-  static auto* table = new std::unordered_map<PyCodeObject*, CodeSites>;
+using Cache = std::unordered_map<PyCodeObject*, CodeSites>;
+Cache& cache() {
+  static auto* table = new Cache;
   return *table;
+}
+
+// The text of a call site, for as long as the process lives; nullptr where there are too many.
+const char* text_of(const std::string& file, int line) {
+  static auto* texts = new std::unordered_set<std::string>;  // never moves its nodes
+  std::string text = file + ":" + std::to_string(line);
+  if (texts->size() >= kMaxTexts) {
+    const auto known = texts->find(text);
+    return known == texts->end() ? nullptr : known->c_str();
+  }
+  return texts->insert(std::move(text)).first->c_str();
 }
 
 std::vector<std::string>& folders() {
@@ -36,6 +53,11 @@ std::string file_name(PyCodeObject* code) {
 }
 
 CodeSites& look_up(PyCodeObject* code) {
+  if (cache().size() >= kMaxCodes && !cache().contains(code)) {
+    Cache old;
+    old.swap(cache());
+    for (const auto& [dropped, sites] : old) Py_DECREF(reinterpret_cast<PyObject*>(dropped));
+  }
   const auto [entry, is_new] = cache().try_emplace(code);
   if (is_new) {
     Py_INCREF(reinterpret_cast<PyObject*>(code));
@@ -66,16 +88,19 @@ const char* call_site() {
   if (frame == nullptr) return nullptr;
   Py_INCREF(reinterpret_cast<PyObject*>(frame));
   const char* found = nullptr;
-  for (int depth = 0; frame != nullptr && depth < kMaxFrames && found == nullptr; ++depth) {
+  bool is_found = false;
+  for (int depth = 0; frame != nullptr && depth < kMaxFrames && !is_found; ++depth) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     CodeSites& sites = look_up(code);
     if (!sites.hidden) {
-      std::string& text = sites.lines[PyFrame_GetLineNumber(frame)];
-      if (text.empty()) text = sites.file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-      found = text.c_str();
+      const int line = PyFrame_GetLineNumber(frame);
+      const auto [site, is_new] = sites.lines.try_emplace(line, nullptr);
+      if (is_new) site->second = text_of(sites.file, line);
+      found = site->second;
+      is_found = true;
     }
     Py_DECREF(reinterpret_cast<PyObject*>(code));
-    PyFrameObject* back = found == nullptr ? caller_of(frame) : nullptr;
+    PyFrameObject* back = is_found ? nullptr : caller_of(frame);
     Py_DECREF(reinterpret_cast<PyObject*>(frame));
     frame = back;
   }

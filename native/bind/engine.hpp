@@ -50,7 +50,8 @@ std::unique_ptr<netfold::collective::Channel> channel_of(const netfold::engine::
                                                          const nb::kwargs& membership);
 
 // Where the user's program made the present call: "/path/train.py:88", or nullptr where the stack has no Python frame
-// (a hook of a C++ thread). Needs the GIL. The text is never freed: there is one for each line that calls. Cost: 0.1 us
+// (a hook of a C++ thread). Needs the GIL. The text is never freed: there is one for each line that calls,
+// and a bound. Cost: 0.1 us
 // for each frame.
 const char* call_site();
 // Skip frames of files below `folder`.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <new>
 
 #include "sleep.hpp"
@@ -23,6 +24,56 @@ Engine& Engine::instance() {
 // thread of the parent.
 [[maybe_unused]] static const auto& made_at_load = Engine::instance();
 
+void AsyncEvents::push(AsyncEvent event) {
+  const bool of_connection = event.kind == AsyncEvent::Kind::unused || event.kind == AsyncEvent::Kind::broken;
+  const Subject subject(event.kind, event.group, of_connection ? event.ranks.front() : -1, event.lane, event.rail);
+  std::lock_guard lock(mutex_);
+  const auto [known, is_new] = events_.try_emplace(subject, event);
+  if (is_new) {
+    order_.push(subject);
+  } else if (event.kind == AsyncEvent::Kind::unconnected) {
+    auto& ranks = known->second.ranks;
+    for (const int rank : event.ranks) {
+      if (std::ranges::find(ranks, rank) == ranks.end()) ranks.push_back(rank);
+    }
+  } else {
+    known->second = std::move(event);
+  }
+}
+
+std::optional<AsyncEvent> AsyncEvents::pop(std::int64_t timeout_ns) {
+  const auto subject = order_.pop(timeout_ns);
+  if (!subject) return std::nullopt;
+  std::lock_guard lock(mutex_);
+  auto node = events_.extract(*subject);
+  if (node.empty()) return std::nullopt;
+  return std::move(node.mapped());
+}
+
+void AsyncEvents::forget(std::uint64_t group) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(events_, [&](const auto& each) { return each.second.group == group; });
+  order_.remove_if([&](const Subject& subject) { return std::get<1>(subject) == group; });
+}
+
+void Engine::keep(std::shared_ptr<transport::ShmNode> node, BufferOwnerPtr owner) {
+  release_unused();
+  std::lock_guard lock(kept_mutex_);
+  kept_.push_back({std::move(node), std::move(owner)});
+}
+
+void Engine::release_unused() {
+  std::lock_guard lock(kept_mutex_);
+  std::erase_if(kept_, [](const Kept& kept) {
+    transport::ShmNode& node = *kept.node;
+    for (int position = 0; position < node.size(); ++position) {
+      // A rank that has ended its use begins no other, since this rank has left.
+      if (position != node.self() && node.is_used_by(position) && node.has_ended(position) != true) return false;
+    }
+    return true;
+  });
+}
+
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                          std::unique_ptr<transport::Mesh> lane,
                                          std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes) {
@@ -30,25 +81,29 @@ std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr
       std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
   std::lock_guard thread_lock(thread_mutex_);
   std::lock_guard lock(mutex_);
-  groups_.push_back(group);
+  release_unused();
+  groups_.reserve(groups_.size() + 1);
   if (!thread_.joinable()) {
     stopping_ = false;
     wake_ = transport::make_event();
     timer_ = transport::make_timer();
     timer_armed_ = false;
-    thread_ = std::thread([this] { run(); });
+    start_thread();
   }
+  groups_.push_back(group);  // last: it cannot fail, and a group whose thread did not start is not here
   return group;
 }
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
   group->end();
+  release_unused();
   // Held until the thread has ended: add_group during that would reset stopping_.
   std::lock_guard thread_lock(thread_mutex_);
   std::thread ended;
   {
     std::lock_guard lock(mutex_);
     std::erase(groups_, group);
+    async_events.forget(group->id());
     if (groups_.empty() && thread_.joinable()) {
       stopping_ = true;
       signal(wake_);
@@ -56,6 +111,22 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     }
   }
   if (ended.joinable()) ended.join();
+}
+
+void Engine::start_thread() {
+  // Another thread handles the process's signals. Faults of the thread itself stay as they are.
+  sigset_t blocked;
+  sigset_t before;
+  sigfillset(&blocked);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&blocked, fault);
+  pthread_sigmask(SIG_SETMASK, &blocked, &before);
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Engine::wake() {

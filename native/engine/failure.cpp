@@ -87,6 +87,7 @@ bool Group::reclaim_memory(std::int64_t now, Failure& failure) {
                   " has been stopped while it reads or writes this rank's tensors, and may do so again when it "
                   "continues: do not use these tensors before its process has ended";
   inbox_.lock()->failure.text = failure.text;
+  memory_is_used_ = true;
   return true;
 }
 
@@ -112,6 +113,7 @@ void Group::fail_all() {
   const auto end = [&](Operation& operation) {
     Failure own = failure;
     if (!failure_names_operation_) own.text = operation.describe(rank()) + " failed: " + failure.text;
+    if (memory_is_used_ && operation.owner_ != nullptr) engine_.keep(node_, std::move(operation.owner_));
     complete(operation, std::move(own));
   };
   // An operation leaves its queue after its end, so that the next poll continues where an exception stopped this one.

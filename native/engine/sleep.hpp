@@ -3,6 +3,7 @@
 
 #include <poll.h>
 #include <sched.h>
+#include <sys/resource.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -30,8 +31,18 @@ inline void pause(bool yields) {
 
 // Sleep until a descriptor of `set` is ready or the time `set.wake_ns`. False: a signal ended the sleep.
 inline bool sleep_until_ready(collective::WaitSet& set) {
-  const timespec timeout = transport::timespec_of(std::max<std::int64_t>(0, set.wake_ns - now_ns()));
-  return ppoll(set.fds.data(), set.fds.size(), set.wake_ns < 0 ? nullptr : &timeout, nullptr) >= 0 || errno != EINTR;
+  timespec timeout = transport::timespec_of(std::max<std::int64_t>(0, set.wake_ns - now_ns()));
+  int ready = ppoll(set.fds.data(), set.fds.size(), set.wake_ns < 0 ? nullptr : &timeout, nullptr);
+  if (ready < 0 && errno == EINVAL) {
+    // More descriptors than RLIMIT_NOFILE, which may have been lowered. Sleep with those that fit, and only until the
+    // next poll, which looks at the others.
+    constexpr std::int64_t kNextPollNs = 1'000'000;
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    timeout = transport::timespec_of(kNextPollNs);
+    ready = ppoll(set.fds.data(), std::min<rlim_t>(set.fds.size(), limit.rlim_cur), &timeout, nullptr);
+  }
+  return ready >= 0 || errno != EINTR;
 }
 
 }  // namespace netfold::engine

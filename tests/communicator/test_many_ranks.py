@@ -53,7 +53,7 @@ if what == "receive from any":
         if number == 4:
             before = counted()
         receive = group.submit(
-            KINDS["receive"], DTYPES["f32"], 0, False, ANY_SOURCE, [], [region(value)], 10**11, False, 3
+            KINDS["receive"], DTYPES["f32"], 0, False, ANY_SOURCE, [], [region(value)], value, 10**11, False, 3
         )
         time.sleep(0.01)  # the engine's thread takes over, finds nothing, and sleeps
         sender = 1 + number * 37 % (size - 1)
@@ -67,7 +67,7 @@ else:
     group = make_group(kind, algorithm, between, ranks_of_a_host=2)
     outputs = [] if kind == "barrier" else [region(value)]
     before = counted()
-    group.submit(KINDS[kind], DTYPES["f32"], 0, False, 0, [], outputs, 10**11, False)
+    group.submit(KINDS[kind], DTYPES["f32"], 0, False, 0, [], outputs, value, 10**11, False)
     after = counted()
 print(*(after[name] - before[name] for name in counters))
 engine.remove_group(group)

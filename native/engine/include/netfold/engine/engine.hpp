@@ -7,11 +7,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -34,15 +35,12 @@ struct AsyncEvent {
   std::int64_t waited_ns = 0;
 };
 
-// A queue between threads. A full queue drops its oldest item.
+// A queue between threads. Its user bounds it: each item may be in it once.
 template <class Item>
 class WaitQueue {
  public:
-  explicit WaitQueue(std::size_t capacity = std::numeric_limits<std::size_t>::max()) : capacity_(capacity) {}
-
   void push(Item item) {
     std::lock_guard lock(mutex_);
-    if (items_.size() == capacity_) items_.pop_front();
     items_.push_back(std::move(item));
     pushed_.notify_one();
   }
@@ -57,6 +55,11 @@ class WaitQueue {
     items_.pop_front();
     return item;
   }
+  template <class Predicate>
+  void remove_if(const Predicate& predicate) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(items_, predicate);
+  }
   // End every `pop` under way.
   void interrupt() {
     std::lock_guard lock(mutex_);
@@ -65,11 +68,31 @@ class WaitQueue {
   }
 
  private:
-  const std::size_t capacity_;
   std::mutex mutex_;
   std::condition_variable pushed_;
   std::deque<Item> items_;
   std::uint64_t interrupts_ = 0;
+};
+
+// The events that no thread has taken yet. Nothing repeats a request for a connection, so none may be dropped: each
+// connection has at most one request of a kind here, and each group one event of another kind. So their number is
+// bounded by that of the connections, also without a thread that takes them.
+class AsyncEvents {
+ public:
+  // Add an event, or merge it with one about the same thing that is still here.
+  void push(AsyncEvent event);
+  // Take the oldest event. nullopt: none came within `timeout_ns`, `interrupt` was called, or the group has ended.
+  std::optional<AsyncEvent> pop(std::int64_t timeout_ns);
+  void forget(std::uint64_t group);
+  void interrupt() { order_.interrupt(); }
+
+ private:
+  // Kind and group; of a connection also the rank, the lane and the rail.
+  using Subject = std::tuple<AsyncEvent::Kind, std::uint64_t, int, int, int>;
+
+  std::mutex mutex_;
+  std::map<Subject, AsyncEvent> events_;
+  WaitQueue<Subject> order_;
 };
 
 // The one engine of a process. The thread starts with the first group and ends with the last.
@@ -85,8 +108,11 @@ class Engine {
 
   // Ids of completed operations that asked for a notification.
   WaitQueue<std::uint64_t> completions;
-  // Bounded, for a process without a thread that reads it.
-  WaitQueue<AsyncEvent> async_events{4096};
+  AsyncEvents async_events;
+
+  // Keep buffers of a failed group until no rank of the node that uses them is left: such a rank was stopped while it
+  // read or wrote a chunk, and goes on with it when it continues.
+  void keep(std::shared_ptr<transport::ShmNode> node, BufferOwnerPtr owner);
 
   // For groups and operations.
   std::uint64_t next_operation_id() { return next_operation_id_.fetch_add(1); }
@@ -106,6 +132,9 @@ class Engine {
     collective::WaitSet set;
     std::int64_t idle_since = 0;
   };
+  void start_thread();
+  // Release the buffers of `keep` that no rank uses any more. At each `keep`, and whenever a group is made or ends.
+  void release_unused();
   void run();
   bool run_once(Round& round);  // false: the thread is to end
   static bool progress_all(const std::vector<std::shared_ptr<Group>>& driven);
@@ -115,6 +144,12 @@ class Engine {
   std::mutex thread_mutex_;  // guards starting and joining thread_; taken before mutex_, never by the thread itself
   std::mutex mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
+  struct Kept {
+    std::shared_ptr<transport::ShmNode> node;
+    BufferOwnerPtr owner;
+  };
+  std::mutex kept_mutex_;
+  std::vector<Kept> kept_;  // at most the operations that were under way in failed groups
   std::thread thread_;
   bool stopping_ = false;
   transport::Fd wake_;

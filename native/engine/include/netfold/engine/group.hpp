@@ -173,6 +173,7 @@ class Group {
   // The newest records after the first `since` ever made, oldest first. `total`: the number of records ever made.
   std::vector<EventRecord> events(std::uint64_t since, std::uint64_t* total) const;
 
+  std::uint64_t id() const { return options_.id; }
   int rank() const { return mesh_->rank(); }
   int size() const { return mesh_->size(); }
 
@@ -285,7 +286,7 @@ class Group {
   std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
   // The choice table for calls that a switch of the hardware profile cannot reduce; empty without such a switch.
   std::vector<collective::Choice> beyond_profile_;
-  std::unique_ptr<transport::ShmNode> node_;
+  std::shared_ptr<transport::ShmNode> node_;  // shared with Engine::keep
   std::unique_ptr<collective::Shares> shares_;
   StatusPublisher status_;
   transport::Fd wake_;
@@ -298,6 +299,7 @@ class Group {
   // Of a failed group.
   std::int64_t revoke_until_ns_ = -1;   // the end of the wait for ranks that touch this rank's memory
   std::int64_t look_at_users_ns_ = -1;  // during that wait: the time of the next look
+  bool memory_is_used_ = false;         // after that wait
   std::int64_t linger_until_ns_ = -1;
   std::int64_t close_ns_ = -1;  // when the connections close
 };
