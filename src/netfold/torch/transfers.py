@@ -22,7 +22,6 @@ from netfold.torch.work import CompletedWork, NetfoldWork, Work
 Tensor = torch.Tensor
 
 
-
 class Transfers:
     """A group's sends and receives."""
 
