@@ -1,4 +1,4 @@
-"""What the engine keeps is bounded, and nothing is lost for the bound: events, call sites, descriptors, threads."""
+"""The engine keeps a bounded number of events, call sites, descriptors and threads, and loses nothing for the bound."""
 
 from __future__ import annotations
 
