@@ -397,6 +397,7 @@ def submit_all(groups: list[Any], operation: str, given: Any, into: Any) -> None
             False,
             0,
             *([region(one) for one in arrays[rank]] for arrays in (given, into)),
+            (given, into),
             10**10,
             False,
         )
