@@ -96,7 +96,16 @@ def python_rank(rank: int, size: int, endpoint: str, job: str, token_file: str |
             array = part(rank, count, turn)
             limit_ns = int(seconds(30) * 1e9)
             operation = group.submit(
-                engine.KINDS["all_reduce"], engine.DTYPES["f32"], 0, False, 0, [], [region(array)], limit_ns, False
+                engine.KINDS["all_reduce"],
+                engine.DTYPES["f32"],
+                0,
+                False,
+                0,
+                [],
+                [region(array)],
+                array,
+                limit_ns,
+                False,
             )
             assert group.wait(operation, limit_ns) and operation.failure is None, operation.failure
             np.testing.assert_array_equal(array, total(size, count, turn))
