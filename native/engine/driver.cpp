@@ -34,6 +34,7 @@ bool Group::progress_once(std::int64_t now) {
       if (collective::is_transfer(operation->call_.kind)) {
         transfers_.add(std::move(operation));
       } else {
+        queue_deadline_ns_ = earlier(queue_deadline_ns_, operation->deadline_ns_);
         queue_.push_back(std::move(operation));
       }
       inbox->submitted.pop_front();
@@ -58,12 +59,7 @@ bool Group::progress_once(std::int64_t now) {
   moved |= poll_active(now, failure);
   if (!failure) moved |= transfers_.poll(now, failure, [this](Operation& done) { complete(done, {}); });
   if (!failure) ask_unconnected(now);
-  if (!failure) {
-    const auto expired = std::find_if(queue_.begin(), queue_.end(), [&](const auto& operation) {
-      return operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_;
-    });
-    if (expired != queue_.end()) failure = timed_out(**expired);
-  }
+  if (!failure) check_queue_deadline(now, failure);
   if (failure) {
     read_failure_in_memory(failure);
     {
@@ -81,6 +77,19 @@ bool Group::progress_once(std::int64_t now) {
   return moved;
 }
 
+void Group::check_queue_deadline(std::int64_t now, Failure& failure) {
+  if (queue_deadline_ns_ < 0 || now < queue_deadline_ns_) return;
+  // The bound may be that of an operation that has started meanwhile.
+  queue_deadline_ns_ = -1;
+  for (const auto& operation : queue_) {
+    if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
+      failure = timed_out(*operation);
+      return;
+    }
+    queue_deadline_ns_ = earlier(queue_deadline_ns_, operation->deadline_ns_);
+  }
+}
+
 bool Group::poll_active(std::int64_t now, Failure& failure) {
   bool moved = false;
   const auto on_mesh =
@@ -94,6 +103,7 @@ bool Group::poll_active(std::int64_t now, Failure& failure) {
       const auto keep = active_[i];
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
       complete(*keep, {});
+      if (i == 0) begin_oldest(now);
       continue;
     }
     ++i;
@@ -105,7 +115,7 @@ bool Group::poll_active(std::int64_t now, Failure& failure) {
       }
       failure.text = operation.describe(rank()) + " failed: " + failure.text;
     } else if (operation.deadline_ns_ < 0 || now < operation.deadline_ns_) {
-      check_overdue(operation, now);
+      if (i == 1) check_overdue(operation, now);
     } else if (!operation.in_grace_period_ && operation.algorithm_->awaited_may_wait()) {
       operation.in_grace_period_ = true;
       operation.deadline_ns_ = now + kGracePeriodNs;
@@ -156,6 +166,7 @@ bool Group::can_start(const Operation& operation) const {
 void Group::start_next(std::int64_t now) {
   const bool waits_for_mesh = mesh_is_taken();
   queue_.front()->updates_shares_ = updates_shares(*queue_.front());
+  if (active_.empty()) begin_oldest(now);
   // Move it to the active operations first: if its algorithm cannot be created, it ends with the group.
   active_.push_back(queue_.front());
   queue_.pop_front();
@@ -203,14 +214,19 @@ void Group::complete(Operation& operation, Failure failure) {
   if (notify) engine_.completions.push(operation.id_);
 }
 
-void Group::check_overdue(Operation& operation, std::int64_t now) {
-  if (now < operation.overdue_ns_) return;
-  const std::int64_t waited_ns = now - operation.record_.queued_ns;
-  operation.overdue_ns_ = now + 2 * waited_ns;
+void Group::begin_oldest(std::int64_t now) {
+  oldest_since_ns_ = now;
+  overdue_ns_ = now + kOverdueNs;
+}
+
+void Group::check_overdue(const Operation& oldest, std::int64_t now) {
+  if (now < overdue_ns_) return;
+  const std::int64_t waited_ns = now - oldest_since_ns_;
+  overdue_ns_ = now + 2 * waited_ns;
   engine_.async_events.push({.kind = AsyncEvent::Kind::overdue,
                              .group = options_.id,
-                             .ranks = operation.algorithm_->awaited(),
-                             .sequence = operation.call_.sequence,
+                             .ranks = oldest.algorithm_->awaited(),
+                             .sequence = oldest.call_.sequence,
                              .waited_ns = waited_ns});
 }
 
@@ -243,10 +259,10 @@ void Group::wait_for(collective::WaitSet& set) {
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
-    set.wake_at(operation->overdue_ns_);
   }
+  if (!active_.empty()) set.wake_at(overdue_ns_);
   for_each_mesh([&](transport::Mesh& mesh) { mesh.wait_to_flush(set.fds); });
-  for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
+  if (!queue_.empty()) set.wake_at(queue_deadline_ns_);
   transfers_.wait_for(set);
 }
 

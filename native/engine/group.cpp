@@ -157,7 +157,6 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   record.wire = static_cast<std::uint8_t>(operation->call_.wire);
   record.queued_ns = now_ns();
   operation->deadline_ns_ = timeout_ns < 0 ? -1 : record.queued_ns + timeout_ns;
-  operation->overdue_ns_ = record.queued_ns + kOverdueNs;
   operation->site_ = site;
 
   bool drives = false;

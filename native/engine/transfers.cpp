@@ -10,7 +10,7 @@ using collective::Progress;
 void Transfers::post(std::int64_t now) {
   for (auto& operation : added_) {
     operation->record_.started_ns = now;
-    lower_deadline(operation->deadline_ns_);
+    deadline_ns_ = earlier(deadline_ns_, operation->deadline_ns_);
     const auto& posted = posted_.emplace(operation->id_, std::move(operation)).first->second;
     // After a fault of the lane the group is about to fail, and this transfer with it.
     if (!lane_.fault()) lane_.post(posted->id_, posted->call_);
@@ -69,7 +69,7 @@ void Transfers::check_deadlines(std::int64_t now, Failure& failure) {
   for (const auto& [id, operation] : posted_) {
     const std::int64_t deadline_ns = operation->deadline_ns_;
     if (deadline_ns < 0) continue;
-    lower_deadline(deadline_ns);
+    deadline_ns_ = earlier(deadline_ns_, deadline_ns);
     if (now >= deadline_ns && (expired == nullptr || deadline_ns < expired->deadline_ns_)) expired = operation.get();
   }
   if (expired == nullptr) return;
@@ -77,10 +77,6 @@ void Transfers::check_deadlines(std::int64_t now, Failure& failure) {
   failure.rank = expired->call_.root;
   failure.text =
       expired->describe_timeout(lane_.mesh().rank()) + "; still waiting for " + lane_.awaited(expired->call_);
-}
-
-void Transfers::lower_deadline(std::int64_t deadline_ns) {
-  if (deadline_ns >= 0 && (deadline_ns_ < 0 || deadline_ns < deadline_ns_)) deadline_ns_ = deadline_ns;
 }
 
 void Transfers::end_all(const Complete& end) {

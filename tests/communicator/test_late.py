@@ -17,7 +17,7 @@ import pytest
 from ranks import Outcome, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.communicator import NetfoldError
+from netfold.communicator import NetfoldError, connection_manager
 
 pytestmark = pytest.mark.native
 
@@ -188,6 +188,80 @@ def _short_waits(rank: int, size: int, folder: str) -> list[float]:
 
 def test_a_slow_rank_is_awaited() -> None:
     assert values(run_threads(_short_waits, 2)) == [[3.0] * 5] * 2
+
+
+_BACKLOG, _PACE_S = 40, 0.06
+
+
+def _submits_all_at_once(rank: int, size: int, folder: str, transport: str, questions: list[int]) -> list[float]:
+    """Rank 0 queues its calls, and rank 1 makes one each 0.06 s: the last ones are in rank 0's queue for 2.4 s."""
+    with join(rank, size, folder, options=Options(transport=transport)) as group:
+        group.barrier()
+        monitor = group.group._monitor
+        check = monitor.check_overdue
+        monitor.check_overdue = lambda *event: (questions.append(rank), check(*event))[1]  # type: ignore[method-assign, func-returns-value]
+        arrays = [np.full(1, 10.0 * number + rank) for number in range(_BACKLOG)]
+        works = []
+        for array in arrays:
+            if rank == 1:
+                time.sleep(_PACE_S)
+            works.append(group.all_reduce(array, asynchronous=True))
+        for work in works:
+            work.wait()
+        return [float(array[0]) for array in arrays]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_operations_that_wait_in_a_queue_which_moves_are_not_overdue(transport: str) -> None:
+    questions: list[int] = []
+    sums = values(run_threads(_submits_all_at_once, 2, transport, questions))
+    assert sums == [[20.0 * number + 1 for number in range(_BACKLOG)]] * 2
+    assert questions == []
+
+
+def _asks_twice(rank: int, size: int, folder: str, asked: list[float]) -> None:
+    with join(rank, size, folder) as group:
+        group.barrier()
+        monitor, may_end = group.group._monitor, threading.Event()
+        query = monitor.query_status
+        monitor.query_status = lambda *of: (asked.append(rank), may_end.wait(TIMEOUT_S), query(*of))[2]  # type: ignore[method-assign, func-returns-value]
+        if rank == 0:
+            event = ("overdue", group.group._id, [1], 0, 0, 1, 1.0)
+            for _ in range(20):
+                connection_manager.manager._handle(*event)
+            may_end.set()
+            until = time.monotonic() + TIMEOUT_S
+            while monitor.is_asking and time.monotonic() < until:
+                time.sleep(0.01)
+            connection_manager.manager._handle(*event)
+        group.barrier()
+
+
+def test_one_question_of_a_group_is_under_way_at_a_time() -> None:
+    asked: list[float] = []
+    values(run_threads(_asks_twice, 2, asked))
+    assert asked == [0, 0]
+
+
+def _expires_in_the_queue(rank: int, size: int, folder: str, over: threading.Event) -> None:
+    with join(rank, size, folder) as group:
+        group.barrier()
+        if rank == 1:
+            over.wait(TIMEOUT_S)
+            return
+        calls = [group.all_reduce(np.ones(1), timeout_s=each, asynchronous=True) for each in (25.0, 28.0, 1.0, 26.0)]
+        try:
+            calls[-1].wait()
+        finally:
+            over.set()
+
+
+def test_an_operation_in_the_queue_expires_at_its_own_deadline() -> None:
+    outcome = run_threads(_expires_in_the_queue, 2, threading.Event())[0]
+    assert outcome.error == "CollectiveTimeout"
+    assert re.search(
+        r"all_reduce #4 .* timed out after 1\.\d s \(its timeout is 1\.0 s\); it did not start", outcome.text
+    ), outcome.text
 
 
 def _answers_after(rank: int, size: int, folder: str, aborts: bool) -> object:

@@ -10,8 +10,9 @@ through the other ranks' listeners:
              group any more, if nobody answers, or if no attempt succeeds in time.
     short    a first connection takes one of the last descriptors. The connections that were idle longest are closed at
              both ends. They are broken, and made again when they are used.
-    overdue  an operation waits longer than usual. The awaited ranks, and others, are asked for their status. A rank
-             that has failed, or made another call in this one's place, ends the wait at once. A long wait is logged.
+    overdue  the oldest operation under way takes longer than usual. The awaited ranks, and others, are asked for their
+             status, by one question of a group at a time. A rank that has failed, or made another call in this one's
+             place, ends the wait at once. A long wait is logged.
     unconnected  a receive from any rank waits, and connections were closed since they were idle. Nothing shows the end
              of their ranks, so these are asked for their status, 16 each second in turn.
 
@@ -85,6 +86,7 @@ class GroupMonitor:
     # Handlers of further requests of other ranks (recovery.py), by type.
     handlers: dict[str, RequestHandler] = field(default_factory=dict)
     reconnecting: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, former reconnects
+    is_asking: bool = False  # whether a `check_overdue` is under way; set by the thread that reads the events
     # Connections that one of their ends closed since they were idle: their reconnect is nothing to warn of.
     released: set[ConnectionKey] = field(default_factory=set)
     # The collective that this rank's last refused call would have been, and why it was refused.
@@ -361,6 +363,12 @@ class GroupMonitor:
 
         Other ranks are queried too: the reason may be a failed rank that nobody waits for. Of many, a random choice.
         """
+        try:
+            self._check_overdue(ranks, sequence, waited_s)
+        finally:
+            self.is_asking = False
+
+    def _check_overdue(self, ranks: list[int], sequence: int, waited_s: float) -> None:
         size = self.registered_group.size
         if random.random() * size > _QUERIES_OF_OTHERS:
             return
@@ -554,7 +562,9 @@ class _ConnectionManager:
             self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
         elif kind == "unconnected":
             self.start_task(partial(monitor.check_unconnected, ranks, lane))
-        else:
+        elif not monitor.is_asking:
+            # The engine repeats the event while the operation waits, so a question that is left out is asked later.
+            monitor.is_asking = True
             self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))
 
     def stop(self) -> None:

@@ -10,6 +10,11 @@ namespace netfold::engine {
 
 using transport::now_ns;  // the clock of every time in this component
 
+// The earlier of two times, where -1 is no time.
+inline std::int64_t earlier(std::int64_t one_ns, std::int64_t other_ns) {
+  return one_ns < 0 || (other_ns >= 0 && other_ns < one_ns) ? other_ns : one_ns;
+}
+
 // Python reads arrays of this struct as a NumPy structured dtype (netfold.profile.record): append fields at the end
 // only.
 struct EventRecord {

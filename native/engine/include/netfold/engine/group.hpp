@@ -209,7 +209,8 @@ class Group {
   static constexpr std::int64_t kDrivenSpinNs = 5'000;
   // Time between two questions to Interrupts. One question takes the interpreter's lock.
   static constexpr std::int64_t kSignalCheckNs = 200'000'000;
-  // A wait of this length posts AsyncEvent::Kind::overdue, and again after three times as long.
+  // Once the oldest active operation has been the oldest for so long, it posts AsyncEvent::Kind::overdue, and again
+  // after three times as long. The time in the queue does not count: a long queue is no sign of a lost rank.
   static constexpr std::int64_t kOverdueNs = 1'000'000'000;
 
   // group.cpp: callers submit, wait and drive.
@@ -235,7 +236,11 @@ class Group {
   // Whether the next split operation is cut by the rates of this one.
   bool updates_shares(const Operation& operation) const;
   bool can_start(const Operation& operation) const;
-  void check_overdue(Operation& operation, std::int64_t now);
+  // Fail if an operation's deadline has passed before it started. Reads the queue only when the earliest may have.
+  void check_queue_deadline(std::int64_t now, collective::Failure& failure);
+  // Another operation is now the oldest of the active ones.
+  void begin_oldest(std::int64_t now);
+  void check_overdue(const Operation& oldest, std::int64_t now);
   void ask_unconnected(std::int64_t now);
   void publish_traffic();
   void publish_status();
@@ -294,7 +299,10 @@ class Group {
 
   // The driver's.
   std::deque<std::shared_ptr<Operation>> queue_;
-  std::vector<std::shared_ptr<Operation>> active_;
+  std::int64_t queue_deadline_ns_ = -1;  // no operation in the queue has an earlier deadline; -1: none has any
+  std::vector<std::shared_ptr<Operation>> active_;  // by the order of their start
+  std::int64_t oldest_since_ns_ = 0;                // when the first of `active_` became the first
+  std::int64_t overdue_ns_ = 0;                     // when it posts the next AsyncEvent::Kind::overdue
   bool failure_names_operation_ = false;
   // Of a failed group.
   std::int64_t revoke_until_ns_ = -1;   // the end of the wait for ranks that touch this rank's memory

@@ -55,8 +55,7 @@ class Operation {
   collective::Call call_;
   std::uint64_t id_ = 0;
   std::int64_t timeout_ns_ = 0;
-  std::int64_t deadline_ns_ = 0;  // -1: none
-  std::int64_t overdue_ns_ = 0;   // when to post the next AsyncEvent::Kind::overdue
+  std::int64_t deadline_ns_ = 0;  // from the submission; -1: none
   const char* site_ = nullptr;    // where the call was made, if known; the text is never freed
   EventRecord record_;
   collective::Failure failure_;

@@ -43,7 +43,6 @@ class Transfers {
 
  private:
   void check_deadlines(std::int64_t now, collective::Failure& failure);
-  void lower_deadline(std::int64_t deadline_ns);
 
   collective::PointToPoint lane_;
   std::deque<std::shared_ptr<Operation>> added_;
