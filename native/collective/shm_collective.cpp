@@ -32,7 +32,10 @@ Progress ShmCollective::poll(std::int64_t now_ns) {
     moved |= advance();
     if (failure_) return Progress::failed;
     if (done()) {
-      if (!all_read_) compare_rest();
+      // Of two ranks in one call, the rank whose post comes second sees the other's here: each posts, then passes a full
+      // fence (ShmNode::publish), then reads. Until this rank has finished the call, no other rank uses a post again.
+      if (!all_read_) check_posts();
+      if (!failure_) find_gave_up();
       if (failure_) return Progress::failed;
       if (own_.rounds > 0) node_.set_last_stream_call(number_);
       node_.publish(node_.own().done, number_);
@@ -133,14 +136,15 @@ void ShmCollective::check_posts() {
   all_read_ = all && !failure_;
 }
 
-// Of two ranks in one call, the rank whose post comes second sees the other's here: each posts, then passes a full
-// fence (ShmNode::publish), then reads. Until this rank has finished the call, no other rank uses a post again.
-void ShmCollective::compare_rest() {
-  check_posts();
+// A rank that failed with no more than an earlier call finished has given this call up, whatever it had sent before. One
+// that finished the call and failed later, or left in order, takes nothing from this rank's success. Cost: a load for
+// each rank, of a line that nobody writes before a failure.
+void ShmCollective::find_gave_up() {
   for (int position = 0; position < size_ && !failure_; ++position) {
-    if (position == self_ || read_[index(position)]) continue;
-    // A rank that found the difference in an earlier call, after this rank had finished that call.
-    if (node_.segment(position).left.load(std::memory_order_acquire) == Node::kFailed) read_failure(position);
+    if (position == self_) continue;
+    const Node::Segment& segment = node_.segment(position);
+    if (segment.left.load(std::memory_order_acquire) != Node::kFailed) continue;
+    if (segment.done.load(std::memory_order_acquire) < number_) read_failure(position);
   }
 }
 

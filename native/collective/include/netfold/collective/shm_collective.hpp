@@ -147,8 +147,8 @@ class ShmCollective : public Algorithm {
   bool read_posts();
   void read_post(int position);
   void compare(int position);
-  // Before the call succeeds: compares the posts that it did not wait for.
-  void compare_rest();
+  // Before the call succeeds: fails where another rank gave it up.
+  void find_gave_up();
   bool is_awaited(int position) const;
   void find_lost();
   bool has_ended(int position);
