@@ -54,6 +54,17 @@ def test_only_bind_includes_python() -> None:
             assert not re.search(r"#include <(nanobind|Python)", source.read_text()), source
 
 
+def test_native_code_waits_by_the_steady_clock() -> None:
+    """netfold/transport/condition.hpp says why. The standard library's other waits with a time have the same flaw."""
+    forbidden = re.compile(
+        r"std::(condition_variable|timed_mutex|recursive_timed_mutex|shared_timed_mutex)|"
+        r"system_clock|sleep_until\(|CLOCK_REALTIME"
+    )
+    for source in (ROOT / "native").rglob("*.[ch]pp"):
+        code = re.sub(r"//.*", "", source.read_text())
+        assert not forbidden.search(code), (source, forbidden.search(code))
+
+
 def test_python_packages_import_only_what_they_may() -> None:
     run = subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],

@@ -3,7 +3,6 @@
 #include <netfold/engine/sampler.hpp>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 
 namespace netfold::engine {
@@ -35,7 +34,7 @@ bool Operation::wait(std::int64_t timeout_ns) const {
     condition_.wait(lock, is_done);
     return true;
   }
-  return condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), is_done);
+  return condition_.wait_until(lock, now_ns() + timeout_ns, is_done);
 }
 
 bool Operation::notify() {

@@ -82,6 +82,12 @@ Address address_of(const Handle& handle) {
   return address;
 }
 
+// The condition of a wait that ends with the first notification, whatever it is about.
+struct Once {
+  bool is_over = false;
+  bool operator()() { return std::exchange(is_over, true); }
+};
+
 }  // namespace
 
 void require_own(const Handle& handle) {
@@ -101,8 +107,7 @@ std::shared_ptr<Comm> Listener::next() {
 
 std::optional<Listener::Member> Listener::next_member(std::int64_t deadline_ns) {
   std::unique_lock lock(mutex_);
-  const auto left = std::chrono::nanoseconds(std::max<std::int64_t>(0, deadline_ns - now_ns()));
-  if (!arrived_.wait_for(lock, left, [this] { return !members_.empty(); })) return std::nullopt;
+  if (!arrived_.wait_until(lock, deadline_ns, [this] { return !members_.empty(); })) return std::nullopt;
   std::optional<Member> member(std::move(members_.front()));
   members_.pop_front();
   return member;
@@ -286,10 +291,10 @@ void Endpoint::make_room() {
   std::unique_lock lock(mutex_);
   while (handshakes_.size() >= kMaxHandshakes) {
     if (!drop_oldest()) {
-      handshake_ended_.wait_for(lock, std::chrono::nanoseconds(kLeastNs / 10));
+      handshake_ended_.wait_until(lock, now_ns() + kLeastNs / 10, Once());
       continue;
     }
-    handshake_ended_.wait_for(lock, std::chrono::nanoseconds(kRetryNs));
+    handshake_ended_.wait_until(lock, now_ns() + kRetryNs, Once());
   }
 }
 
@@ -311,7 +316,7 @@ void Endpoint::accept_one(int port) {
     warn(std::string("a connection cannot be accepted: ") + std::strerror(errno));  // descriptors are short
     std::unique_lock lock(mutex_);
     drop_oldest();
-    handshake_ended_.wait_for(lock, std::chrono::nanoseconds(kRetryNs));
+    handshake_ended_.wait_until(lock, now_ns() + kRetryNs, Once());
     return;
   }
   Handshakes::iterator handshake;
@@ -535,7 +540,7 @@ void Endpoint::look_at_all() {
     std::vector<Watched> all;
     {
       std::unique_lock lock(mutex_);
-      condition_.wait_for(lock, std::chrono::nanoseconds(kLookNs), [this] { return is_due_.load(); });
+      condition_.wait_until(lock, now_ns() + kLookNs, [this] { return is_due_.load(); });
       is_due_ = false;
       for (const auto& [key, watched] : links_) all.push_back(watched);
     }

@@ -10,8 +10,9 @@
 // (CMakeLists.txt: nodelete).
 #pragma once
 
+#include <netfold/transport/condition.hpp>
+
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -82,7 +83,7 @@ class Listener {
   const int device_;
   const Of of_;
   std::mutex mutex_;
-  std::condition_variable arrived_;
+  transport::Condition arrived_;
   bool is_closed_ = false;
   std::map<Id, Arriving> arriving_;
   std::deque<std::shared_ptr<Comm>> ready_;
@@ -205,14 +206,14 @@ class Endpoint {
   std::unique_ptr<Gpus> gpus_;
   auth::Secret secret_{};
   std::mutex mutex_;
-  std::condition_variable condition_;
+  transport::Condition condition_;
   std::atomic<bool> is_due_ = false;
   std::atomic<bool> is_refusing_ = false;
   std::vector<Port> ports_;
   std::map<Id, std::shared_ptr<Listener>> listeners_;
   std::map<Key, Watched> links_;
   Handshakes handshakes_;
-  std::condition_variable handshake_ended_;
+  transport::Condition handshake_ended_;
   transport::Fd ports_changed_;
 };
 

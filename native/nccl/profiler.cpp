@@ -4,11 +4,11 @@
 // whenever it loads the network plugin. No exception leaves a function, and no error of a recording reaches the job.
 #include <pthread.h>
 #include <unistd.h>
+#include <netfold/transport/condition.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <deque>
 #include <exception>
@@ -31,7 +31,7 @@ using std::chrono::milliseconds;
 constexpr auto kWriteEvery = milliseconds(50);
 constexpr auto kDescribeEvery = milliseconds(500);
 // NCCL's thread waits for the last records of its communicator, and the process's end for those of all.
-constexpr auto kMostWait = milliseconds(2000);
+constexpr std::int64_t kMostWaitNs = 2'000'000'000;
 constexpr std::size_t kMostComms = 1 << 16;
 constexpr unsigned long kInit = 0x1;
 constexpr int kMask = event_type::kCollective | event_type::kPointToPoint | event_type::kProxyOperation |
@@ -76,7 +76,8 @@ class Recorder {
     std::unique_lock lock(mutex_);
     const std::uint64_t wanted = ++flushes_wanted_;
     rings_.wake();
-    changed_.wait_for(lock, kMostWait, [&] { return flushes_done_ >= wanted || state_ != State::recording; });
+    changed_.wait_until(lock, transport::now_ns() + kMostWaitNs,
+                        [&] { return flushes_done_ >= wanted || state_ != State::recording; });
   }
 
   // At the process's end.
@@ -86,7 +87,7 @@ class Recorder {
     if (state_ != State::recording) return;
     state_ = State::ending;
     rings_.wake();
-    changed_.wait_for(lock, kMostWait, [&] { return state_ == State::ended; });
+    changed_.wait_until(lock, transport::now_ns() + kMostWaitNs, [&] { return state_ == State::ended; });
   }
 
   // In the child of a fork there is no writing thread, and the files are the parent's.
@@ -174,7 +175,7 @@ class Recorder {
   }
 
   std::mutex mutex_;  // no function of an event takes it
-  std::condition_variable changed_;
+  transport::Condition changed_;
   State state_ = State::idle;
   std::atomic<bool> is_recording_{false};
   const int pid_ = ::getpid();

@@ -124,7 +124,7 @@ void Recovery::await_all() {
   } else {
     send(0, {.type = Type::closing});
   }
-  closed_.wait_for(lock, std::chrono::nanoseconds(kCloseNs), [this] { return is_closed_; });
+  closed_.wait_until(lock, now_ns() + kCloseNs, [this] { return is_closed_; });
 }
 
 void Recovery::leave() {

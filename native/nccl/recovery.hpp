@@ -31,8 +31,8 @@
 
 #include <netfold/control/membership.hpp>
 #include <netfold/engine/engine.hpp>
+#include <netfold/transport/condition.hpp>
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -116,7 +116,7 @@ class Recovery : public std::enable_shared_from_this<Recovery> {
   const std::uint32_t window_;
 
   std::mutex mutex_;
-  std::condition_variable closed_;
+  transport::Condition closed_;
   State state_ = State::watching;
   std::string why_;               // the switch is lost
   std::int64_t deadline_ns_ = 0;  // of a recovery

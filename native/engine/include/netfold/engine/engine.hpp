@@ -2,9 +2,9 @@
 #pragma once
 
 #include <netfold/engine/group.hpp>
+#include <netfold/transport/condition.hpp>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -48,8 +48,7 @@ class WaitQueue {
   std::optional<Item> pop(std::int64_t timeout_ns) {
     std::unique_lock lock(mutex_);
     const std::uint64_t interrupts = interrupts_;
-    pushed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                     [&] { return !items_.empty() || interrupts_ != interrupts; });
+    pushed_.wait_until(lock, now_ns() + timeout_ns, [&] { return !items_.empty() || interrupts_ != interrupts; });
     if (items_.empty()) return std::nullopt;
     std::optional<Item> item(std::move(items_.front()));
     items_.pop_front();
@@ -69,7 +68,7 @@ class WaitQueue {
 
  private:
   std::mutex mutex_;
-  std::condition_variable pushed_;
+  transport::Condition pushed_;
   std::deque<Item> items_;
   std::uint64_t interrupts_ = 0;
 };

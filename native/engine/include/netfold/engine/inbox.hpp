@@ -6,9 +6,9 @@
 #include <netfold/collective/shares.hpp>
 #include <netfold/engine/operation.hpp>
 #include <netfold/protocol/packet.hpp>
+#include <netfold/transport/condition.hpp>
 
 #include <array>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -88,7 +88,7 @@ class Inbox {
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable driver_left_;
+  transport::Condition driver_left_;
   State state_;
 };
 

@@ -3,9 +3,9 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/engine/event.hpp>
+#include <netfold/transport/condition.hpp>
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -65,7 +65,7 @@ class Operation {
   bool updates_shares_ = false;   // the next split operation is cut by the rates of this one
   bool in_grace_period_ = false;  // past its deadline, waiting to hear which rank is at fault
   mutable std::mutex mutex_;
-  mutable std::condition_variable condition_;
+  mutable transport::Condition condition_;
 };
 
 }  // namespace netfold::engine
