@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +18,22 @@ TRANSPORTS = ("auto", "tcp")
 INTRA_HOST = ("auto", "nccl", "off")
 # In order of strength. The handshake sends the index.
 SECURITIES = ("none", "authenticate", "encrypt")
+
+
+# A longer timeout counts as this one of 23 days: poll takes no more than 2^31 ms.
+MOST_TIMEOUT_S = 2e6
+
+
+def timeout_seconds(timeout_s: float | None, default_s: float = MOST_TIMEOUT_S) -> float:
+    """A caller's timeout, as every wait of the package takes it: from 0 to MOST_TIMEOUT_S.
+
+    None: the default. Negative: 0, and so a timeout that has passed. Inf: MOST_TIMEOUT_S. ValueError for NaN.
+    """
+    if timeout_s is None:
+        return default_s
+    if math.isnan(timeout_s):
+        raise ValueError("the timeout is not a number (NaN); give seconds, or None for the default")
+    return min(max(0.0, timeout_s), MOST_TIMEOUT_S)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from netfold.options import timeout_seconds
+
 
 class Store(Protocol):
     """A key-value store shared by the ranks; torch's stores fit by a small adapter in `netfold.torch`.
@@ -109,7 +111,7 @@ class FileStore:
         draft.rename(path)  # readers see the whole value or none
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_seconds(timeout_s)
         while True:
             try:
                 return self._path(key).read_bytes()

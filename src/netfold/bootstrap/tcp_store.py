@@ -28,6 +28,7 @@ from netfold.bootstrap.addresses import encoded
 from netfold.bootstrap.launchers import Placement
 from netfold.bootstrap.store import MAX_KEYS, MAX_REQUEST_BYTES
 from netfold.errors import RendezvousError
+from netfold.options import timeout_seconds
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED, Acceptor, Peer
 from netfold.switch_protocol.open_files import allow_open_files
@@ -310,7 +311,7 @@ class TcpStore:
         self._streams: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
         try:
-            first = self._connect(port, time.monotonic() + timeout_s, timeout_s)
+            first = self._connect(port, time.monotonic() + timeout_seconds(timeout_s), timeout_s)
             self._port = int(first.getpeername()[1])
             self._idle.append(first)
         except BaseException:
@@ -328,6 +329,7 @@ class TcpStore:
         return self.get_first([key], timeout_s)[0]
 
     def get_first(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        timeout_s = timeout_seconds(timeout_s)
         reply = self._request({"type": "get", "keys": list(keys), "timeout_s": timeout_s}, timeout_s + _GRACE_S)
         if reply["type"] != "ok":
             raise TimeoutError(f"{keys[0]} was not set within {timeout_s:.1f} s")

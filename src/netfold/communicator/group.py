@@ -32,7 +32,7 @@ from netfold.communicator.parent_meeting import Parent, ParentMeeting
 from netfold.communicator.recovery import Recovery
 from netfold.communicator.startup import Connections
 from netfold.errors import NetfoldError, WaitTimeout, error_of
-from netfold.options import SECURITIES, Options
+from netfold.options import SECURITIES, Options, timeout_seconds
 from netfold.profile import Records, recording, records_of
 from netfold.profile.run import GroupName
 from netfold.tuning import Candidate, candidates, table_without_switch
@@ -93,7 +93,7 @@ class Group:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
         options = (options or Options()).resolved()
         _log_to_stderr()
-        deadline = time.monotonic() + join_timeout_s
+        deadline = time.monotonic() + timeout_seconds(join_timeout_s)
         self.rank = rank
         self.job_ranks = job_ranks
         self.size = size
@@ -236,6 +236,15 @@ class Group:
             self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, owner=array, timeout_s=left_s, wait_here=True)
         )
 
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of each operation that names none, in seconds from its call."""
+        return self._timeout_ns / 1e9
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float | None) -> None:
+        self._timeout_ns = _nanoseconds(timeout_s)
+
     def lost_switches(self) -> str:
         """Say which switches are lost and what runs instead; empty where none is."""
         return "; ".join(recovery.state for recovery in self.recoveries if recovery.state)
@@ -284,7 +293,6 @@ class Group:
         """
         if self._pid != os.getpid() or self._closed:
             self._refuse()
-        seconds = self.timeout_s if timeout_s is None else timeout_s
         try:
             return self._native.submit(
                 KINDS[kind],
@@ -295,7 +303,7 @@ class Group:
                 inputs,
                 outputs,
                 owner,
-                int(seconds * 1e9),
+                self._timeout_ns if timeout_s is None else _nanoseconds(timeout_s),
                 wait_here,
                 tag,
             )
@@ -334,10 +342,9 @@ class Group:
         """`submit` for one region, by native codes, with as little Python as a small call needs."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
-        seconds = self.timeout_s if timeout_s is None else timeout_s
         try:
-            limit_ns = int(seconds * 1e9)
-            return self._native.submit(kind, element, reduce, average, 0, (), (region,), owner, limit_ns, wait_here)
+            timeout_ns = self._timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+            return self._native.submit(kind, element, reduce, average, 0, (), (region,), owner, timeout_ns, wait_here)
         except (ValueError, TypeError) as error:
             self.note_refusal(error)
             raise
@@ -364,8 +371,7 @@ class Group:
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         inputs, outputs = ((region,), ()) if kind == _SEND else ((), (region,))
-        limit_ns = int(self.timeout_s * 1e9)
-        return self._native.submit(kind, element, 0, False, peer, inputs, outputs, owner, limit_ns, False, tag)
+        return self._native.submit(kind, element, 0, False, peer, inputs, outputs, owner, self._timeout_ns, False, tag)
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place for small arrays: native code finds the address, size and dtype of `array`.
@@ -374,9 +380,9 @@ class Group:
         """
         if self._pid != os.getpid() or self._closed:
             self._refuse()
-        seconds = self.timeout_s if timeout_s is None else timeout_s
         try:
-            operation = self._native.all_reduce_here(array, reduce, average, int(seconds * 1e9))
+            timeout_ns = self._timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+            operation = self._native.all_reduce_here(array, reduce, average, timeout_ns)
         except (ValueError, TypeError) as error:
             self.note_refusal(error)
             raise
@@ -392,8 +398,12 @@ class Group:
         raise ValueError("this group was closed")
 
     def wait(self, operation: Any, timeout_s: float | None = None) -> None:
-        """Wait for a submitted operation; raises its error. WaitTimeout where only the wait ended."""
-        if not operation.done and not self._native.wait(operation, -1 if timeout_s is None else int(timeout_s * 1e9)):
+        """Wait for a submitted operation; raises its error. WaitTimeout where only the wait ended.
+
+        timeout_s: None waits until the operation is done, at its own deadline at the latest. 0 or less polls once.
+        """
+        timeout_ns = -1 if timeout_s is None else _nanoseconds(timeout_s)
+        if not operation.done and not self._native.wait(operation, timeout_ns):
             raise WaitTimeout(f"rank {self.rank}: the wait timed out: the operation is not done after {timeout_s} s")
         if operation.failure is not None:
             raise self.error(operation)
@@ -532,6 +542,10 @@ class Group:
         else:
             self._resources.close()
         recording.left(self._member)
+
+
+def _nanoseconds(timeout_s: float | None) -> int:
+    return int(timeout_seconds(timeout_s) * 1e9)
 
 
 def region(array: np.ndarray[Any, Any]) -> Region:

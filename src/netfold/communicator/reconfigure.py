@@ -28,7 +28,7 @@ from netfold.bootstrap.shm_discovery import host_identity
 from netfold.communicator.group import Group
 from netfold.communicator.meeting import HandleMeeting
 from netfold.errors import GroupAborted
-from netfold.options import Options
+from netfold.options import Options, timeout_seconds
 from netfold.switch_protocol.control_messages import format_endpoint
 
 # The listener, and what a handle says, stay the same for all groups.
@@ -43,7 +43,7 @@ class Generations:
         self.group = group
         self._handles: Callable[[], tuple[str, ...]] = tuple  # of the ranks of the last group that formed
         self.closed = False
-        self.endpoint, self._options, self._join_timeout_s = endpoint, options, join_timeout_s
+        self.endpoint, self._options, self._join_timeout_s = endpoint, options, timeout_seconds(join_timeout_s)
         self._last_rank = 0
         self._last_switch: str | None = None
         # Re-entrant, for a signal handler that closes. A close takes the reference, so that no second one releases it.
@@ -71,7 +71,9 @@ class Generations:
         resolved = (options or Options()).resolved()
         rendezvous.check_options(resolved, 1)
         interfaces = own_interfaces(resolved, store_host)
-        listener = acquire_listener(0, interfaces.hosts, resolved.port_range(), time.monotonic() + join_timeout_s)
+        listener = acquire_listener(
+            0, interfaces.hosts, resolved.port_range(), time.monotonic() + timeout_seconds(join_timeout_s)
+        )
         made = handle.make(
             secrets.token_bytes(32),
             secrets.token_bytes(32),
@@ -111,7 +113,7 @@ class Generations:
         with self._lock:
             if self.closed:
                 raise ValueError("this communicator was closed")
-            deadline = time.monotonic() + (self._join_timeout_s if timeout_s is None else timeout_s)
+            deadline = time.monotonic() + timeout_seconds(timeout_s, self._join_timeout_s)
             options = self._options_with(options)
             ordered = in_order(handles)
             proposal = regroup.propose(self.endpoint.handle, str(uuid), ordered, options.secret_file)

@@ -14,6 +14,7 @@ from netfold.elastic.agreement import Decision
 from netfold.elastic.negotiation import REQUEST_S
 from netfold.elastic.newest import Newest, NewestGeneration
 from netfold.errors import GroupAborted, RendezvousError
+from netfold.options import timeout_seconds
 from netfold.switch_protocol.control_messages import Message
 
 POLL_S = 0.2
@@ -60,7 +61,8 @@ class Joining:
 
         timeout_s: the longest time without an answer of any member.
         """
-        self._endpoint, self._newest, self._changed, self._timeout_s = endpoint, newest, changed, timeout_s
+        self._endpoint, self._newest, self._changed = endpoint, newest, changed
+        self._timeout_s = timeout_seconds(timeout_s)
         self.hint = ""
         """The handle of a member that says that it has taken this process in."""
         self.closed = False

@@ -16,6 +16,7 @@ from netfold.elastic.agreement import Decision, Report
 from netfold.elastic.negotiation import Loss, Negotiation
 from netfold.elastic.newest import NewestGeneration
 from netfold.errors import GroupAborted
+from netfold.options import timeout_seconds
 
 # Ended generations whose decision a member remembers, for members that come late.
 MAX_PAST = 256
@@ -43,7 +44,7 @@ class Standing:
         if min_size < 1 or (max_size is not None and max_size < min_size):
             raise ValueError(f"min_size={min_size}, max_size={max_size}: need 1 <= min_size <= max_size")
         self.communicator, self.newest = communicator, newest
-        self.min_size, self.max_size, self.join_timeout_s = min_size, max_size, join_timeout_s
+        self.min_size, self.max_size, self.join_timeout_s = min_size, max_size, timeout_seconds(join_timeout_s)
         self.changed = threading.Condition()
         self.generation = 0
         self.handles: tuple[str, ...] = ()

@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 
 from netfold.communicator import CollectiveTimeout, Group, GroupAborted, PeerLost
 from netfold.communicator.reconfigure import Generations, in_order
-from netfold.torch import backend_rank, global_ranks
+from netfold.options import timeout_seconds
+from netfold.torch import backend_rank, forwarding, global_ranks
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.operations import Operations, operations_of
 from netfold.torch.work import CompletedWork
@@ -97,7 +98,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
         """
         if self.generations is None:
             raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
-        timeout_s = None if opts.timeout is None else opts.timeout.total_seconds()
+        timeout_s = forwarding.seconds_of(opts.timeout)
         former, group_timeout_s = self.netfold, self.netfold.timeout_s
         options = self.generations.options.with_hints(opts.hints)
         ranks = global_ranks.of_next(self, in_order(opts.handles))
@@ -123,7 +124,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
             raise RuntimeError("this netfold group was not made by torch, and is not reconfigured")
         generations, timeout_s = self.generations, self.netfold.timeout_s
         if opts_override is not None:
-            timeout_s = opts_override._timeout.total_seconds()
+            timeout_s = timeout_seconds(forwarding.seconds_of(opts_override._timeout))
         uuid, left = generations.survivors(ranks_to_exclude)
         ranks = global_ranks.job_ranks(global_ranks.of_next(self, left))
         group = generations.reconfigure(uuid, left, timeout_s, job_ranks=ranks)

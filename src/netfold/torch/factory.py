@@ -25,9 +25,11 @@ from netfold.communicator import Group, Options
 from netfold.communicator.meeting import Meeting, StoreMeeting
 from netfold.communicator.message_links import ParentLost
 from netfold.communicator.reconfigure import Generations, outside_group
+from netfold.options import timeout_seconds
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.env_rendezvous import store_host
+from netfold.torch.forwarding import seconds_of
 from netfold.torch.operations import Operations, operations_of
 from netfold.torch.store import TorchStore, store_lost
 
@@ -100,7 +102,7 @@ def formed_group(options: Any) -> Group | None:
             f"rank={options.group_rank}, world_size={options.group_size}"
         )
     _skip_netfold()
-    formed.job_ranks, formed.timeout_s = range(formed.size), options.timeout.total_seconds()
+    formed.job_ranks, formed.timeout_s = range(formed.size), timeout_seconds(seconds_of(options.timeout))
     return formed
 
 
@@ -184,8 +186,8 @@ def open_group(
             rank,
             size,
             options=options,
-            timeout_s=timeout.total_seconds(),
-            join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
+            timeout_s=timeout_seconds(seconds_of(timeout)),
+            join_timeout_s=min(timeout_seconds(seconds_of(timeout)), _join_timeout_s()),
             store_host=store_host(),
             job_ranks=job_ranks,
         )
@@ -241,12 +243,12 @@ def _backend(
     forward_work_methods()
     patch_split_group()
     patch_shrink_group()
-    join_timeout_s = min(timeout.total_seconds(), _join_timeout_s())
+    join_timeout_s = min(timeout_seconds(seconds_of(timeout)), _join_timeout_s())
     generations: Generations | None
     if enable_reconfigure:
         _skip_netfold()
         generations = Generations.outside(options, join_timeout_s, store_host())
-        group = outside_group(generations, rank, size, timeout.total_seconds())
+        group = outside_group(generations, rank, size, timeout_seconds(seconds_of(timeout)))
     else:
         group = formed or open_group(part, rank, size, timeout, options, job_ranks, parent)
         # A group that was formed already has an owner, which forms the next one.
@@ -321,7 +323,7 @@ def _close_in_thread(group: Group | Generations) -> None:
 def _join_timeout_s() -> float:
     text = os.environ.get("NETFOLD_JOIN_TIMEOUT_S", "60")
     try:
-        return float(text)
+        return timeout_seconds(float(text))
     except ValueError:
         raise ValueError(f"NETFOLD_JOIN_TIMEOUT_S={text!r} is not a number of seconds") from None
 

@@ -25,7 +25,8 @@ from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, KINDS, Region
 from netfold.communicator.reconfigure import Generations
 from netfold.communicator.refusals import noted
-from netfold.torch import calls, monitored_barriers, sparse
+from netfold.options import timeout_seconds
+from netfold.torch import calls, forwarding, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copy_call
 from netfold.torch.device.device_api import DeviceApi
@@ -76,7 +77,7 @@ class Operations:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations that have none of their own."""
-        self.netfold.timeout_s = timeout.total_seconds()
+        self.netfold.timeout_s = timeout_seconds(forwarding.seconds_of(timeout))
 
     def shutdown(self) -> None:
         if self.devices is not None:
