@@ -139,7 +139,7 @@ def let_in_by_switch(end: tuple[str, int], draw: random.Random) -> bool:
 
 
 def let_in_by_rank(end: tuple[str, int], draw: random.Random) -> bool:
-    hello = b"netfold3" + struct.pack(">B16sIIIBB32s", 1, draw.randbytes(16), 1, 0, 3, 0, 0, draw.randbytes(32))
+    hello = b"netfold4" + struct.pack(">B16sIIIBB32s", 1, draw.randbytes(16), 1, 0, 3, 0, 0, draw.randbytes(32))
     with socket.create_connection(end, timeout=1) as stream:
         stream.sendall(hello + draw.randbytes(32))
         said = b""
