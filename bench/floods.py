@@ -146,7 +146,7 @@ def attacker(me: Rank, name: str, host: str, port: int, token: str) -> None:
 
 
 def facts(pid: int) -> tuple[float, int]:
-    """The resident memory in MB and the open descriptors of a process."""
+    """The memory in MB and the open descriptors of a process."""
     process = psutil.Process(pid)
     return process.memory_info().rss / (1 << 20), process.num_fds()
 
