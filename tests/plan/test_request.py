@@ -72,10 +72,10 @@ def test_a_missing_key_is_named() -> None:
     with pytest.raises(RequestError) as error:
         parse_request({}, {})
     assert [problem.split(" is missing")[0] for problem in error.value.problems] == [
-        "the model",
-        "the cluster",
-        "gpus",
-        "batch",
+        "--model",
+        "--cluster",
+        "--ranks",
+        "--batch",
     ]
 
 

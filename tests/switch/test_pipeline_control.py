@@ -489,7 +489,7 @@ def test_a_second_daemon_on_a_pipeline_ends_with_a_sentence(fake: FakeSwitch, ho
     with running_switch(*options(fake, hosts_file)) as switch:
         running = join(switch.endpoint)
         second = run_command("switch", "--listen", "127.0.0.1:0", *options(fake, hosts_file))
-        assert second.returncode == 1
+        assert second.returncode == 2
         assert "two would clear each other's jobs: stop that one first" in " ".join(second.stderr.split())
         running.leave("done")
         switch.wait_for(r"job \w+ closed after")

@@ -84,11 +84,11 @@ def _stragglers(findings: Findings) -> Iterator[Advice]:
     took = sum(map(_total_s, findings.rows))
     if late is None or waited == 0 or took <= 0:
         return
-    often = late.delays / late.operations
+    often = late.delays / late.compared
     part = late.delay_s / took
     if late.delay_s >= min(_MOSTLY, 2 / len(findings.ranks)) * waited and part >= _WORTH_A_WAIT:
         yield Advice(
-            f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; "
+            f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.compared} operations; "
             f"{late.waiting_ranks} waited {units.seconds(late.delay_s)} for it over all operations, the mean over "
             "them: its work before them (data, cores) causes the wait, not the network"
         )

@@ -100,6 +100,7 @@ class Straggler:
     waited_s: float  # time that this rank waited for others
     last_of_host: int = 0  # operations that it was the last of its host's ranks to begin; one clock, so no error
     host_waited_s: float = 0.0  # time that its host's other ranks waited for it there, the mean over them
+    host_operations: int = 0  # operations that were compared among its host's ranks
 
     @property
     def is_known_by_host(self) -> bool:
@@ -115,6 +116,11 @@ class Straggler:
     def delays(self) -> int:
         """The operations of delay_s."""
         return self.last_of_host if self.is_known_by_host else self.last
+
+    @property
+    def compared(self) -> int:
+        """The operations of which `delays` is a part."""
+        return self.host_operations if self.is_known_by_host else self.operations
 
     @property
     def waiting_ranks(self) -> str:

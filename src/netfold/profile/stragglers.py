@@ -42,6 +42,7 @@ def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Match
     operations = np.zeros(size, np.int64)
     of_all, of_host = _Delays.of(size), _Delays.of(size)
     waited = np.zeros(size)
+    host_operations = np.zeros(size, np.int64)
     skew = [np.full(len(trace.operations), np.nan) for trace in run.traces]
     compared, hidden_ns = 0, []
     for group in groups:
@@ -70,6 +71,7 @@ def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Match
             here = hosts[members] == host
             if here.sum() > 1:
                 of_host.add(members[here], started[:, here], np.zeros(1), np.ones(len(started), bool))
+                host_operations[members[here]] += len(started)
     errors = np.concatenate([*hidden_ns, np.zeros(0)]) / 1e9
     return WaitTimes(
         [
@@ -82,6 +84,7 @@ def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Match
                 waited_s=float(waited[at]),
                 last_of_host=int(of_host.last[at]),
                 host_waited_s=float(of_host.waited_for_s[at]),
+                host_operations=int(host_operations[at]),
             )
             for at, trace in enumerate(run.traces)
         ],

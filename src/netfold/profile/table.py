@@ -128,7 +128,7 @@ def _late(lateness: Sequence[Straggler]) -> list[str]:
     """The ranks for which other ranks waited, the longest waits first."""
     late = sorted((each for each in lateness if each.delays), key=lambda each: -each.delay_s)
     lines = [
-        f"rank {each.rank} ({each.host}) was last in {each.delays} of {each.operations} operations: "
+        f"rank {each.rank} ({each.host}) was last in {each.delays} of {each.compared} operations: "
         f"{each.waiting_ranks} waited {_ms(each.delay_s)} ms for it; it waited {_ms(each.waited_s)} ms for other ranks"
         for each in late[:_MOST_RANKS]
     ]

@@ -60,7 +60,7 @@ def summary(findings: Findings) -> str:
     if late is not None:
         found.append(
             f"Rank {late.rank} ({late.host}) was the last to begin in {units.count(late.delays)} of "
-            f"{units.count(late.operations)} operations; {late.waiting_ranks} waited {units.seconds(late.delay_s)} for "
+            f"{units.count(late.compared)} operations; {late.waiting_ranks} waited {units.seconds(late.delay_s)} for "
             "it, the mean over them."
         )
     elif len(findings.ranks) > 1:
