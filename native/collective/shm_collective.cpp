@@ -151,7 +151,7 @@ void ShmCollective::find_gave_up() {
 void ShmCollective::compare(int position) {
   MessageHeader theirs = others_[index(position)].header;
   MessageHeader expected = own_.header;
-  // Of a rank whose data this rank does not take, the size is not known.
+  // The size is not known where this rank takes no data of that rank.
   expected.bytes = needs_post(position) ? expected_bytes(position) : theirs.bytes;
   if (needs_post(position) && has_table() && theirs.kind == expected.kind &&
       call_.algorithm == AlgorithmId::shared_memory) {

@@ -35,7 +35,7 @@ inline bool sleep_until_ready(collective::WaitSet& set) {
   int ready = ppoll(set.fds.data(), set.fds.size(), set.wake_ns < 0 ? nullptr : &timeout, nullptr);
   if (ready < 0 && errno == EINVAL) {
     // More descriptors than RLIMIT_NOFILE, which may have been lowered. Sleep with those that fit, and only until the
-    // next poll, which looks at the others.
+    // next poll, which looks at the remaining descriptors.
     constexpr std::int64_t kNextPollNs = 1'000'000;
     rlimit limit{};
     getrlimit(RLIMIT_NOFILE, &limit);

@@ -41,7 +41,7 @@ log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 
 KINDS: dict[str, int] = engine.KINDS
-# What the elements of a call can be: dtypes, and types that travel as one of them. Ranks compare it.
+# The types of elements: dtypes, and types that travel as one of them. Ranks compare it.
 ELEMENTS: dict[str, int] = engine.ELEMENTS
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
 _SEND = KINDS["send"]

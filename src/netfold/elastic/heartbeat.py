@@ -9,7 +9,7 @@ after
     PROCESS_SILENT_S  in which the host did: a process that holds its interpreter's lock for seconds is no lost member
 
 and the members agree on the next generation (negotiation.py). A wrong suspicion costs a step: the suspected member
-takes part in that agreement. Where several members are silent, the agreement finds the others. Cost: a request each
+takes part in that agreement. Where several members are silent, the agreement finds them all. Cost: a request each
 BEAT_S for each member, of about 1 ms.
 """
 

@@ -42,7 +42,7 @@ class PacedReader:
         self._left = min(self.BURST, self._left + (now - self._refilled_s) * self.RATE_PER_S)
         self._refilled_s = now
         self._left -= 1 + length / 1024
-        # Where a message is in the buffer, `readexactly` returns without letting another task run.
+        # `readexactly` lets no other task run where a message is in the buffer already.
         await asyncio.sleep(max(0.0, -self._left / self.RATE_PER_S))
         if length < self.LONG_BYTES:
             return control_messages.decode(body)

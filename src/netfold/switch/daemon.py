@@ -34,7 +34,7 @@ from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED
 from netfold.switch_protocol.data_path import ReceiveBuffer
 from netfold.switch_protocol.open_files import allow_open_files
 
-# From connecting to a join that was admitted.
+# The time from connecting to an admitted join.
 AUTHENTICATION_TIMEOUT_S = 10.0
 # Open files beside connections and ports: the log, the loop, the data planes, fabrics.
 _FILES = 256

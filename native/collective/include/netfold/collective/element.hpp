@@ -1,4 +1,4 @@
-// What the elements of a call are to the program. Ranks compare it, so that no rank takes another's bits for values of
+// The program's own type of a call's elements. Ranks compare it, so that no rank takes another's bits for values of
 // another type: a float8_e4m3fn for a float8_e5m2, a complex number for two floats.
 #pragma once
 

@@ -38,7 +38,7 @@ struct MessageHeader {
   std::uint64_t bytes = 0;     // behind this header
 
   static MessageHeader of(const Call& call, std::uint64_t bytes);
-  // Of a call inside another call, that call's root too: above 16 bits, plus 1.
+  // A call inside another call also has the outer call's root: above 16 bits, plus 1.
   static std::int32_t packed_root(const Call& call) { return call.root | (call.whole_root + 1) << 16; }
   // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"
   std::string text() const;
