@@ -1,9 +1,13 @@
 """Whole replays on this machine, and in a rack: backends beside each other, from the command line to the JSON."""
 
 import json
+import os
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from load import run
 from typer.testing import CliRunner
 
 from netfold.bench.config import BenchEnvironment, Replay
@@ -83,13 +87,13 @@ def test_an_mpi_is_not_replayed_and_the_reason_is_reported() -> None:
 
 
 @pytest.mark.jobs
-def test_wrong_sums_make_the_command_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sums_make_the_command_fail(tmp_path: Path) -> None:
     # torch's fake backend leaves every buffer as it is; this file registers it wherever Python starts.
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    arguments = ["model", "edsr-baseline", "--backend", "fake", "--shrink", "10", "--ranks", "2", "-n", "2", "-w", "0"]
-    done = CliRunner().invoke(app, [*arguments, "--output", "json"])
-    assert done.exit_code == 1, done.stderr
+    words = shlex.split("bench model edsr-baseline --backend fake --shrink 10 --ranks 2 -n 2 -w 0 --output json")
+    netfold = Path(sys.executable).with_name("netfold")
+    done = run([netfold, *words], 60, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 2 * 2 * 151_757 * 0.99
 
 

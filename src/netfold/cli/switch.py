@@ -197,8 +197,9 @@ def switch(
             address = await bind(web.start(), metrics or "")
             event(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
         endpoint = await bind(daemon.start(), listen)
-        # The only line on stdout, for programs that start a switch. The log is on stderr.
-        print(f"netfold switch listening on {endpoint}", flush=True)
+        # The only line on stdout, for programs that start a switch. The log is on stderr, which may be the same pipe:
+        # `print` would write the line's end by itself.
+        typer.echo(f"netfold switch listening on {endpoint}")
         try:
             await daemon.check_parent()
         except ValueError as error:

@@ -13,7 +13,6 @@ Backends of one *world* live in the same processes. Two MPIs cannot share proces
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,17 +128,18 @@ def parse_backend(text: str, label: str | None = None) -> BackendName:
             f"backend {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and "
             f"only netfold and communicator take words behind a colon: {_words()}"
         )
-    if first not in (*NETFOLDS, *TORCHS) and not _has_plugins():
-        raise ValueError(f"torch has no backend {first!r}; there are {', '.join((*NETFOLDS, *TORCHS))} and mpi:NAME")
+    if first not in NETFOLDS and first not in TORCHS and first not in (there := _of_torch()):
+        raise ValueError(f"torch has no backend {first!r}; there are {', '.join((*NETFOLDS, *there))} and mpi:NAME")
     world = "communicator" if first == "communicator" else "torch"
     variant, algorithm, wire = _parts(text, rest)
     return BackendName(label or text, world, first, variant, algorithm, wire)
 
 
-def _has_plugins() -> bool:
-    """Whether another package may register a backend with torch, under any name."""
-    plugins = [each for group in ("torch.backends", "torch.distributed.backends") for each in entry_points(group=group)]
-    return any(each.name != "netfold" for each in plugins)
+def _of_torch() -> list[str]:
+    """Return the names of torch's backends, those that other packages registered among them. Imports torch."""
+    import torch.distributed as dist
+
+    return [name for name in dist.Backend.backend_list if name not in ("undefined", *NETFOLDS)]
 
 
 def _parts(text: str, words: Sequence[str]) -> list[str]:
