@@ -41,7 +41,12 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("all_gather", "bruck", 5, 3, 0.8, 0),
         ("all_gather", "halving_doubling", 8, 3, 0.875, 0),
         ("reduce_scatter", "halving_doubling", 8, 3, 0.875, 0.875),
-        ("reduce_scatter", "halving_doubling", 6, 4, 1.75, 5 / 6 + 1),
+        # Q = 2, 4, 4, 4, 8 ranks in the core: n bytes handed over, and n(Q-1)/Q among Q
+        *(
+            (operation, "halving_doubling", ranks, steps, part, part if operation == "reduce_scatter" else 0)
+            for operation in ("reduce_scatter", "all_gather")
+            for ranks, steps, part in ((3, 3, 1.5), (5, 4, 1.75), (6, 4, 1.75), (7, 4, 1.75), (12, 5, 1.875))
+        ),
         ("barrier", "bruck", 5, 3, 0, 0),
         ("gather", "tree", 5, 3, 0.8, 0),
         ("all_to_all", "direct", 4, 1, 0.75, 0),

@@ -182,7 +182,9 @@ def _halving_doubling(case: Case) -> float:
 
 @_formula("reduce_scatter", "halving_doubling", "Thakur et al., 2005, section 4.3: recursive halving, log2 Q steps")
 def _halving(case: Case) -> float:
-    return _doubling(case) + case.reduced(case.share)
+    core = 2 ** int(math.log2(case.ranks))
+    reduced = case.size * (core - 1) / core + (case.size if core < case.ranks else 0)  # what is handed over, all of it
+    return _doubling(case) + case.reduced(reduced)
 
 
 @_formula("all_gather", "halving_doubling", "Thakur et al., 2005, section 4.1: recursive doubling, log2 Q steps")
@@ -191,7 +193,7 @@ def _doubling(case: Case) -> float:
     steps = math.log2(core)
     seconds = case.steps(steps) + case.messages(case.ranks - 1 - steps) + case.restarted(case.size * (core - 1) / core)
     if core < case.ranks:  # n bytes in one direction, one block in the other
-        seconds += case.steps(2) + case.sent(case.size) + case.reduced(case.size)
+        seconds += case.steps(2) + case.sent(case.size)
     return seconds
 
 
