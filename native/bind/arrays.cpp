@@ -7,7 +7,7 @@ namespace {
 
 std::string type_name_of(nb::handle array) { return nb::cast<std::string>(nb::type_name(array.type())); }
 
-// bf16, i8, u8, ...; also bool, c64 and c128, which travel as other types. Empty: the type cannot travel.
+// bf16, i8, u8, ...; also c64 and c128, which travel as other types. Empty: the type cannot travel.
 std::string dtype_name(const nb::dlpack::dtype& dtype) {
   using Code = nb::dlpack::dtype_code;
   if (dtype.lanes != 1) return {};

@@ -41,7 +41,7 @@ std::uint64_t begin(HostStaging& self, int kind, int element, int reduce, bool a
   request.call.kind = kind_of(kind);
   set_element(request.call, element);
   request.call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
-  request.call.average = average;
+  request.call.average = average ? collective::Averaging::whole : collective::Averaging::none;
   request.call.root = root;
   request.inputs = tensors_of(inputs);
   request.outputs = tensors_of(outputs);

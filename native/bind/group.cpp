@@ -192,7 +192,7 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduc
   call.kind = kind_of(kind);
   set_element(call, element);
   call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
-  call.average = average;
+  call.average = average ? collective::Averaging::whole : collective::Averaging::none;
   call.root = checked_int(root, "rank");
   call.tag = checked_int(tag, "tag");
   call.inputs = buffers(inputs);
@@ -235,7 +235,7 @@ nb::object all_reduce_here(Group& group, nb::handle array, int reduce, bool aver
   collective::Call call;
   call.kind = collective::Kind::all_reduce;
   call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
-  call.average = average;
+  call.average = average ? collective::Averaging::whole : collective::Averaging::none;
   Py_buffer view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) != 0) {
     PyErr_Clear();

@@ -5,6 +5,7 @@
 // uint16), and it needs no alignment. `isa`: the instruction set to run; the default is the process's active one.
 // Misuse raises ValueError before the kernel writes anything.
 #include <nanobind/ndarray.h>
+#include <numeric>
 
 #include <netfold/kernels/byte_quantise.hpp>
 #include <netfold/kernels/copy.hpp>
@@ -89,6 +90,27 @@ void reduce_arrays(const std::string& op_name, const std::string& dtype_name, Ou
   kernel(dst.data(), pointers.data(), pointers.size(), 0, count);
 }
 
+// Averages partial means of `ranks` each, as the call that all of them belong to; without `finishes` a partial mean.
+void average_arrays(const std::string& dtype_name, Output dst, const std::vector<Input>& sources,
+                    const std::vector<std::uint32_t>& ranks, bool finishes, const IsaName& isa) {
+  const DType dtype = parse_dtype(dtype_name);
+  Table::Average* const kernel = table_of(isa).average[index(dtype)];
+  if (kernel == nullptr) refuse("there is no average of " + dtype_name);
+  if (sources.empty() || sources.size() != ranks.size()) refuse("average needs sources, and the ranks of each");
+  const std::size_t count = count_of(dst, dtype, "dst");
+  const std::uint32_t all = std::accumulate(ranks.begin(), ranks.end(), 0u);
+  std::vector<const void*> pointers;
+  std::vector<float> scales;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const std::string role = "source " + std::to_string(i);
+    expect_count(count_of(sources[i], dtype, role), count, role);
+    pointers.push_back(sources[i].data());
+    scales.push_back(mean_scale(ranks[i], all));
+  }
+  kernel(dst.data(), pointers.data(), pointers.size(), 0, count,
+         {.scales = scales.data(), .ranks = finishes ? all : 1});
+}
+
 void convert_array(const std::string& to_name, Output dst, const std::string& from_name, Input src,
                    const IsaName& isa) {
   const DType to = parse_dtype(to_name);
@@ -142,10 +164,11 @@ void quantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contri
                  table_of(isa));
 }
 
-void dequantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contributions, const IsaName& isa) {
+void dequantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contributions, int ranks,
+                               const IsaName& isa) {
   const std::size_t count = check_bytes(dst, DType::f32, src, DType::i8, magnitudes, contributions);
   dequantise_bytes(data_of<float>(dst), data_of<std::int8_t>(src), count, data_of<std::int32_t>(magnitudes),
-                   byte_levels_for(contributions), table_of(isa));
+                   byte_levels_for(contributions) * ranks, table_of(isa));
 }
 
 // The number of elements, after all checks that the i32 functions share.
@@ -172,10 +195,10 @@ void quantise_array(Output dst, Input src, Input exponents, int headroom_bits, s
 }
 
 void dequantise_array(Output dst, Input src, Input exponents, int headroom_bits, std::size_t first_element,
-                      const IsaName& isa) {
+                      std::uint32_t ranks, const IsaName& isa) {
   const std::size_t count = check_quantised(dst, DType::f32, src, DType::i32, exponents, headroom_bits, first_element);
   dequantise(data_of<float>(dst), data_of<std::int32_t>(src), count, data_of<std::int16_t>(exponents), headroom_bits,
-             first_element, table_of(isa));
+             ranks, first_element, table_of(isa));
 }
 
 std::vector<std::string> available_isas() {
@@ -193,6 +216,8 @@ void bind_kernels(nb::module_& m) {
   const auto isa = [] { return "isa"_a = nb::none(); };
   kernels.def("reduce", reduce_arrays, "op"_a, "dtype"_a, "dst"_a, "sources"_a, isa(),
               "dst[i] = op over all sources[k][i], reduced in the order of `sources`; dst may be a source.");
+  kernels.def("average", average_arrays, "dtype"_a, "dst"_a, "sources"_a, "ranks"_a, "finishes"_a, isa(),
+              "dst[i] = the partial mean, or the average, of all sources[k][i], each of ranks[k] ranks.");
   kernels.def("convert", convert_array, "to"_a, "dst"_a, "from_"_a, "src"_a, isa(),
               "dst = src as dtype `to`; narrowing rounds to nearest even.");
   kernels.def("copy", copy_array, "dst"_a, "src"_a, "streams"_a, "dst = src, both u8; streams: write past the caches.");
@@ -203,12 +228,12 @@ void bind_kernels(nb::module_& m) {
   kernels.def("quantise_bytes", quantise_bytes_of_array, "dst"_a, "src"_a, "magnitudes"_a, "contributions"_a,
               "operation"_a, "worker"_a, "lost"_a = nb::none(), isa(),
               "float32 to int8 in units of each block, with stochastic rounding; lost: receives the rounding errors.");
-  kernels.def("dequantise_bytes", dequantise_bytes_of_array, "dst"_a, "src"_a, "magnitudes"_a, "contributions"_a, isa(),
-              "The inverse of quantise_bytes, on a sum.");
+  kernels.def("dequantise_bytes", dequantise_bytes_of_array, "dst"_a, "src"_a, "magnitudes"_a, "contributions"_a,
+              "ranks"_a = 1, isa(), "The inverse of quantise_bytes, on a sum; divided by the ranks.");
   kernels.def("quantise", quantise_array, "dst"_a, "src"_a, "exponents"_a, "headroom_bits"_a, "first_element"_a = 0,
               isa(), "float32 to int32 in units of each block; exponents: of the operation from its first element on.");
   kernels.def("dequantise", dequantise_array, "dst"_a, "src"_a, "exponents"_a, "headroom_bits"_a, "first_element"_a = 0,
-              isa(), "The inverse of quantise, on a sum.");
+              "ranks"_a = 1, isa(), "The inverse of quantise, on a sum; divided by the ranks.");
   kernels.def(
       "is_defined",
       [](const std::string& op, const std::string& dtype) {

@@ -1,25 +1,9 @@
 #include <netfold/collective/call.hpp>
-#include <netfold/kernels/convert.hpp>
 
-#include <algorithm>
 #include <cstring>
 #include <numeric>
 
 namespace netfold::collective {
-namespace {
-
-template <class T>
-void divide_values(std::byte* data, std::size_t count, int ranks) {
-  T value;
-  for (std::size_t i = 0; i < count; ++i) {
-    std::memcpy(&value, data + i * sizeof value, sizeof value);
-    value /= static_cast<T>(ranks);
-    std::memcpy(data + i * sizeof value, &value, sizeof value);
-  }
-}
-
-}  // namespace
-
 const char* name(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
                                               "all_to_all", "reduce",    "gather",     "scatter",
@@ -38,22 +22,6 @@ const char* name(AlgorithmId algorithm) {
 
 void copy_block(const Buffer& to, const Buffer& from) {
   if (to.bytes > 0 && to.data != from.data) std::memcpy(to.data, from.data, to.bytes);
-}
-
-void divide(kernels::DType dtype, const Buffer& buffer, int ranks) {
-  using kernels::DType;
-  const std::size_t count = buffer.bytes / kernels::element_bytes(dtype);
-  if (dtype == DType::f32) return divide_values<float>(buffer.data, count, ranks);
-  if (dtype == DType::f64) return divide_values<double>(buffer.data, count, ranks);
-  if (dtype != DType::f16 && dtype != DType::bf16) return;
-  constexpr std::size_t kBlock = 1024;
-  float block[kBlock];
-  for (std::size_t i = 0; i < count; i += kBlock) {
-    const std::size_t size = std::min(kBlock, count - i);
-    kernels::convert(DType::f32, block, dtype, buffer.data + 2 * i, size);
-    for (std::size_t k = 0; k < size; ++k) block[k] /= static_cast<float>(ranks);
-    kernels::convert(dtype, buffer.data + 2 * i, DType::f32, block, size);
-  }
 }
 
 std::uint64_t layout_of(const std::vector<Buffer>& blocks) {
@@ -87,7 +55,7 @@ bool in_hardware_profile(Kind kind, kernels::DType wire, kernels::ReduceOp reduc
 }
 
 std::uint8_t Call::step() const {
-  const bool averages = average || (step_of & kStepOfAverage) != 0;
+  const bool averages = average != Averaging::none || (step_of & kStepOfAverage) != 0;
   return static_cast<std::uint8_t>((1 + static_cast<int>(kind)) | (averages ? kStepOfAverage : 0));
 }
 

@@ -27,7 +27,7 @@ unsigned rooted_number(CallForm form) {
 bool has_root(CallForm form) { return rooted_number(form) < CallSignature::kRootedForms; }
 
 CallForm form_of(const Call& call) {
-  const bool average = call.average || (call.step_of & kStepOfAverage) != 0;
+  const bool average = call.average != Averaging::none || (call.step_of & kStepOfAverage) != 0;
   switch (call.kind) {
     case Kind::all_reduce:
       return with_average(call.step_of != 0 ? CallForm::step : CallForm::all_reduce, average);

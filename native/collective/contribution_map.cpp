@@ -2,6 +2,7 @@
 #include <netfold/kernels/convert.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace netfold::collective {
@@ -27,10 +28,16 @@ std::uint32_t xor_fold(std::uint64_t digest) { return static_cast<std::uint32_t>
 
 }  // namespace
 
-ContributionMap::ContributionMap(const Call& call, int position, int ranks)
-    : dtype_(call.dtype), wire_(call.wire), reduce_(call.reduce) {
-  const bool root = position == call.root;
-  const auto self = static_cast<std::size_t>(position);
+ContributionMap::ContributionMap(const Call& call, const Team& team)
+    : dtype_(call.dtype),
+      wire_(call.wire),
+      reduce_(call.reduce),
+      reduction_(call, team),
+      position_(team.position()),
+      scales_(kernels::is_float(call.dtype) && reduction_.scale_of(position_) != 1) {
+  const bool root = position_ == call.root;
+  const auto self = static_cast<std::size_t>(position_);
+  const auto ranks = static_cast<std::size_t>(team.size());
   const bool moves = call.kind == Kind::broadcast || call.kind == Kind::all_gather || call.kind == Kind::barrier;
   if (moves) {
     dtype_ = wire_ = call.kind == Kind::barrier ? DType::u8 : bits_of(call.dtype);
@@ -45,14 +52,14 @@ ContributionMap::ContributionMap(const Call& call, int position, int ranks)
       add(call.outputs[0].bytes, root ? call.outputs[0].data : nullptr, root ? nullptr : call.outputs[0].data);
       break;
     case Kind::reduce_scatter:
-      for (std::size_t rank = 0; rank < static_cast<std::size_t>(ranks); ++rank) {
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
         add(call.inputs[rank].bytes, call.inputs[rank].data, rank == self ? call.outputs[0].data : nullptr);
       }
       size_digest_ = xor_fold(call.layout != 0 ? call.layout : layout_of(call.inputs));
       break;
     case Kind::all_gather:
       copy_block(call.outputs[self], call.inputs[0]);
-      for (std::size_t rank = 0; rank < static_cast<std::size_t>(ranks); ++rank) {
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
         const Buffer& block = call.outputs[rank];
         add(block.bytes, rank == self ? block.data : nullptr, rank == self ? nullptr : block.data);
       }
@@ -93,22 +100,48 @@ const std::byte* ContributionMap::contribution(std::size_t first, std::size_t co
   each(first, count, [&](const Segment& segment, std::size_t at, std::size_t size, std::size_t done) {
     if (size == count && segment.from == nullptr) {
       whole = zeros;
-    } else if (size == count && dtype_ == wire_) {
+    } else if (size == count && dtype_ == wire_ && !scales_) {
       whole = segment.from + at * unit;
     } else if (segment.from == nullptr) {
       std::memset(staging + done * wire_unit, 0, size * wire_unit);
     } else {
-      kernels::convert(wire_, staging + done * wire_unit, dtype_, segment.from + at * unit, size);
+      put(staging + done * wire_unit, segment.from + at * unit, size);
     }
   });
   return whole != nullptr ? whole : staging;
 }
 
+// Writes this rank's values in the wire format, as terms of an average where the call is one.
+void ContributionMap::put(std::byte* to, const std::byte* from, std::size_t count) const {
+  if (!scales_) {
+    kernels::convert(wire_, to, dtype_, from, count);
+    return;
+  }
+  if (dtype_ == wire_) return reduction_.scale(position_, to, from, count);
+  const std::size_t unit = kernels::element_bytes(dtype_);
+  const std::size_t wire_unit = kernels::element_bytes(wire_);
+  std::array<std::byte, 4096> terms;
+  for (std::size_t done = 0; done < count;) {
+    const std::size_t size = std::min(count - done, terms.size() / unit);
+    reduction_.scale(position_, terms.data(), from + done * unit, size);
+    kernels::convert(wire_, to + done * wire_unit, dtype_, terms.data(), size);
+    done += size;
+  }
+}
+
 void ContributionMap::deliver(std::size_t first, std::size_t count, const std::byte* values) const {
   each(first, count, [&](const Segment& segment, std::size_t at, std::size_t size, std::size_t done) {
     if (segment.to == nullptr) return;
-    kernels::convert(dtype_, segment.to + at * kernels::element_bytes(dtype_), wire_,
-                     values + done * kernels::element_bytes(wire_), size);
+    std::byte* to = segment.to + at * kernels::element_bytes(dtype_);
+    const std::byte* from = values + done * kernels::element_bytes(wire_);
+    if (!reduction_.divides()) {
+      kernels::convert(dtype_, to, wire_, from, size);
+    } else if (dtype_ == wire_) {
+      reduction_.divide(to, from, size);
+    } else {
+      kernels::convert(dtype_, to, wire_, from, size);
+      reduction_.divide(to, to, size);
+    }
   });
 }
 

@@ -18,7 +18,7 @@
 // block has arrived: the latency of one step overlaps the next step. The messages and their headers are the same, so
 // ranks whose sizes differ may choose different algorithms of the two.
 #include <netfold/collective/message.hpp>
-#include <netfold/kernels/reduce.hpp>
+#include <netfold/collective/reduction.hpp>
 
 #include <algorithm>
 
@@ -31,7 +31,11 @@ class Direct final : public Algorithm {
  public:
   // A reduction allocates scratch of (P-1) times the output.
   Direct(const Call& call, transport::Mesh& mesh, Team team)
-      : call_(call), mesh_(mesh), team_(std::move(team)), is_paced_(call.algorithm == AlgorithmId::pairwise) {
+      : call_(call),
+        mesh_(mesh),
+        team_(std::move(team)),
+        reduction_(call, team_),
+        is_paced_(call.algorithm == AlgorithmId::pairwise) {
     plan();
   }
 
@@ -185,8 +189,7 @@ class Direct final : public Algorithm {
     if (part.bytes == 0) return false;
     parts_.clear();
     for (const std::byte* source : sources_) parts_.push_back(source + reduced_);
-    kernels::reduce(call_.reduce, call_.dtype, part.data, parts_.data(), parts_.size(), part.bytes / unit);
-    if (call_.average) divide(call_.dtype, part, team_.size());
+    reduction_.reduce(part.data, parts_, part.bytes / unit);
     reduced_ += part.bytes;
     return true;
   }
@@ -194,6 +197,7 @@ class Direct final : public Algorithm {
   const Call& call_;
   transport::Mesh& mesh_;
   Team team_;
+  Reduction reduction_;
   const bool is_paced_;
   bool begun_ = false;
   std::vector<Outgoing> outgoing_;  // by step

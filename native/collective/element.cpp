@@ -12,11 +12,15 @@ struct Carried {
   int values;
 };
 constexpr Carried kCarried[kElementCount - kFirstCarried] = {
-    {"bool", DType::u8, 1},           {"c32", DType::f16, 2},
-    {"c64", DType::f32, 2},           {"c128", DType::f64, 2},
-    {"float8_e4m3fn", DType::u8, 1},  {"float8_e4m3fnuz", DType::u8, 1},
-    {"float8_e5m2", DType::u8, 1},    {"float8_e5m2fnuz", DType::u8, 1},
-    {"float8_e8m0fnu", DType::u8, 1}, {"float4_e2m1fn_x2", DType::u8, 1},
+    {"c32", DType::f16, 2},
+    {"c64", DType::f32, 2},
+    {"c128", DType::f64, 2},
+    {"float8_e4m3fn", DType::u8, 1},
+    {"float8_e4m3fnuz", DType::u8, 1},
+    {"float8_e5m2", DType::u8, 1},
+    {"float8_e5m2fnuz", DType::u8, 1},
+    {"float8_e8m0fnu", DType::u8, 1},
+    {"float4_e2m1fn_x2", DType::u8, 1},
 };
 
 bool is_carried(Element element) { return static_cast<int>(element) >= kFirstCarried; }

@@ -56,11 +56,11 @@ class HalvingDoubling final : public PipelinedPlan {
     const Buffer& whole = call().outputs[0];
     if (hands_over()) {
       send_block(me + 1, block(whole));
-      receive_all(me + 1, whole, {}, false);
+      receive_all(me + 1, whole, {});
       return;
     }
     Mark stage;
-    if (is_paired()) stage = receive_all(me - 1, whole, {}, true);
+    if (is_paired()) stage = receive_all(me - 1, whole, {}, pair_sum());
     std::vector<Buffer> held{whole};
     for (int bit = 1; bit < core_; bit *= 2) {
       const int partner = position_of(number_ ^ bit);
@@ -69,7 +69,7 @@ class HalvingDoubling final : public PipelinedPlan {
       const bool keeps_low = (number_ & bit) == 0;
       send_block(partner, block(keeps_low ? high : low, stage));
       held.push_back(keeps_low ? low : high);
-      stage = receive_all(partner, held.back(), stage, true);
+      stage = receive_all(partner, held.back(), stage, core_sum(partner, bit == 1, bit == core_ / 2));
     }
     bool finished = true;  // the owner sends its final values first
     for (int bit = core_ / 2; bit >= 1; bit /= 2) {
@@ -78,7 +78,7 @@ class HalvingDoubling final : public PipelinedPlan {
       held.pop_back();
       const bool kept_low = (number_ & bit) == 0;
       send_block(partner, block(own, stage), finished);
-      stage = receive_all(partner, half(held.back(), kept_low ? 1 : 0), stage, false);
+      stage = receive_all(partner, half(held.back(), kept_low ? 1 : 0), stage);
       finished = false;
     }
     if (is_paired()) send_block(me - 1, block(whole, stage));
@@ -93,7 +93,7 @@ class HalvingDoubling final : public PipelinedPlan {
     if (hands_over()) {
       for (const Block& block : blocks) send_block(me + 1, block);
       own.received.assign(own.received.size(), {});
-      receive_block(me + 1, own, result, false);
+      receive_block(me + 1, own, result);
       return;
     }
     // Each block has its own place for sums in scratch; the last sum of this rank's block goes to the output.
@@ -112,7 +112,7 @@ class HalvingDoubling final : public PipelinedPlan {
       next += blocks[i].bytes;
     }
     if (is_paired()) {
-      for (std::size_t i = 0; i < blocks.size(); ++i) receive_block(me - 1, blocks[i], sums[i], true);
+      for (std::size_t i = 0; i < blocks.size(); ++i) receive_block(me - 1, blocks[i], sums[i], pair_sum());
     }
     first = 0;
     last = core_;
@@ -125,7 +125,8 @@ class HalvingDoubling final : public PipelinedPlan {
         if (i < kept.first || i >= kept.first + kept.count) send_block(partner, blocks[i]);
       }
       for (std::size_t i = kept.first; i < kept.first + kept.count; ++i) {
-        receive_block(partner, blocks[i], bit == 1 && i == static_cast<std::size_t>(me) ? result : sums[i], true);
+        receive_block(partner, blocks[i], bit == 1 && i == static_cast<std::size_t>(me) ? result : sums[i],
+                      core_sum(partner, bit == core_ / 2, bit == 1));
       }
     }
     if (is_paired()) send_block(me - 1, blocks[static_cast<std::size_t>(me - 1)]);
@@ -137,7 +138,7 @@ class HalvingDoubling final : public PipelinedPlan {
     for (const Buffer& output : call().outputs) blocks.push_back(block(output));
     blocks[static_cast<std::size_t>(me)].data = call().inputs[0].data;
     const auto receive = [&](int position, std::size_t rank) {
-      receive_block(position, blocks[rank], blocks[rank].data, false);
+      receive_block(position, blocks[rank], blocks[rank].data);
     };
     if (is_paired()) {
       const int other = hands_over() ? me + 1 : me - 1;
@@ -184,21 +185,39 @@ class HalvingDoubling final : public PipelinedPlan {
     }
   }
 
-  // Moves the block to `into`; `reduces`: into = block + arrived.
-  void receive_block(int position, Block& block, std::byte* into, bool reduces) {
+  // What a received block is added to: own values, or a sum of several ranks.
+  struct Sum {
+    int arrived_of;
+    int own_of;
+    bool finishes;
+  };
+  Sum pair_sum() const { return {team().position() - 1, team().position(), false}; }
+  // Of a step with `partner` in the core. A pair's rank in the core has a sum from the start.
+  Sum core_sum(int partner, bool is_first, bool is_last) const {
+    const auto of = [&](int position) { return is_first && position >= 2 * extra_ ? position : Reduction::kSum; };
+    return {of(partner), of(team().position()), is_last};
+  }
+
+  // Moves the block to `into`; with a sum: into = block + arrived.
+  void receive_block(int position, Block& block, std::byte* into, std::optional<Sum> sum = {}) {
     for (std::size_t i = 0; i < block.received.size(); ++i) {
       const Buffer own = part({block.data, block.bytes}, block.received.size(), i, element_bytes());
-      std::byte* to_chunk = into + (own.data - block.data);
-      block.received[i] =
-          add(from(position), Receive{to_chunk, own.bytes, reduces ? own.data : nullptr, false, block.received[i]});
+      Receive chunk{.into = into + (own.data - block.data), .bytes = own.bytes, .after = block.received[i]};
+      if (sum) {
+        chunk.operand = own.data;
+        chunk.arrived_of = sum->arrived_of;
+        chunk.operand_of = sum->own_of;
+        chunk.finishes = sum->finishes;
+      }
+      block.received[i] = add(from(position), chunk);
     }
     block.data = into;
   }
 
   // Receives all chunks of `range` in place, each after `after`. Returns the mark of the last chunk.
-  Mark receive_all(int position, const Buffer& range, Mark after, bool reduces) {
+  Mark receive_all(int position, const Buffer& range, Mark after, std::optional<Sum> sum = {}) {
     Block all = block(range, after);
-    receive_block(position, all, range.data, reduces);
+    receive_block(position, all, range.data, sum);
     return all.received.back();
   }
 

@@ -74,13 +74,13 @@ class Hierarchical final : public CallSequence {
   }
 
  private:
-  enum class Action : std::uint8_t { inside, between, copy, divide, plan_rest, unpack };
+  enum class Action : std::uint8_t { inside, between, copy, plan_rest, unpack };
   struct Stage {
     Action action;
     Kind kind = Kind::barrier;
     int root = 0;  // a position on the host or in the team
     std::vector<Buffer> inputs;
-    std::vector<Buffer> outputs;  // copy: of each input; divide: of each by the number of ranks
+    std::vector<Buffer> outputs;  // copy: of each input
   };
 
   void plan() {
@@ -114,7 +114,6 @@ class Hierarchical final : public CallSequence {
     if (!hosts_.is_even() || goes_by_switch()) {
       inside(Kind::reduce, 0, {}, {tensor});
       between(Kind::all_reduce, 0, {}, {tensor});
-      if (is_leader()) divide_by_ranks(tensor);
       inside(Kind::broadcast, 0, {}, {tensor});
       return;
     }
@@ -129,7 +128,6 @@ class Hierarchical final : public CallSequence {
     inside(Kind::reduce_scatter, 0, parts, {parts[position]});
     // The first ranks always meet, and find out whether all hosts have made the same call.
     if (position < parts_used) between(Kind::all_reduce, 0, {}, {parts[position]});
-    divide_by_ranks(parts[position]);
     inside(Kind::all_gather, 0, {parts[position]}, parts);
   }
 
@@ -148,7 +146,6 @@ class Hierarchical final : public CallSequence {
       if (is_leader()) blocks[hosts_.position(call_.root)] = tensor;
       inside(Kind::scatter, leader_inside(), std::move(blocks), {is_root ? tensor : Buffer{}});
     }
-    if (is_root) divide_by_ranks(tensor);
   }
 
   void plan_broadcast() {
@@ -180,7 +177,6 @@ class Hierarchical final : public CallSequence {
     inside(Kind::reduce, 0, {}, {given->whole});
     between(Kind::reduce_scatter, 0, given->of_host, {is_shared ? given->of_host[hosts_.own()] : call_.outputs[0]});
     if (is_shared) inside(Kind::scatter, 0, hosts_.of_own_host(given->of_rank), {call_.outputs[0]});
-    divide_by_ranks(call_.outputs[0]);
   }
 
   void plan_gather() {
@@ -313,10 +309,6 @@ class Hierarchical final : public CallSequence {
     stages_.push_back({Action::copy, Kind::barrier, 0, std::move(from), std::move(to)});
   }
 
-  void divide_by_ranks(const Buffer& buffer) {
-    if (call_.average) stages_.push_back({Action::divide, Kind::barrier, 0, {}, {buffer}});
-  }
-
   bool start_next() override {
     if (next_ == stages_.size()) return false;
     start(stages_[next_++]);
@@ -332,8 +324,6 @@ class Hierarchical final : public CallSequence {
       case Action::copy:
         for (std::size_t i = 0; i < stage.inputs.size(); ++i) copy_block(stage.outputs[i], stage.inputs[i]);
         return;
-      case Action::divide:
-        return divide(call_.dtype, stage.outputs[0], paths_.mesh.size());
       case Action::inside:
       case Action::between:
         break;
@@ -349,7 +339,12 @@ class Hierarchical final : public CallSequence {
     if (is_inside) step_call_.wire = call_.dtype;
     step_call_.root = stage.root;
     step_call_.whole_root = call_.root;
-    step_call_.average = false;
+    // A host makes one partial mean of its ranks; the leaders merge these, and divide.
+    const bool reduces =
+        stage.kind == Kind::all_reduce || stage.kind == Kind::reduce || stage.kind == Kind::reduce_scatter;
+    if (!reduces) step_call_.average = Averaging::none;
+    if (step_call_.average != Averaging::none && is_inside) step_call_.average = Averaging::partial;
+    if (step_call_.average != Averaging::none && !is_inside) step_call_.ranks_in_tensors = hosts_.ranks_beside();
     step_call_.inputs = stage.inputs;
     step_call_.outputs = stage.outputs;
     if (is_inside && hosts_.own_ranks().size() > 1) {

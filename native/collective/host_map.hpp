@@ -22,6 +22,9 @@ class HostMap {
       ranks_[entry->second].push_back(static_cast<int>(i));
       host_of_[i] = entry->second;
     }
+    for (const std::size_t host : host_of_) {
+      ranks_beside_.push_back(static_cast<std::uint32_t>(ranks_[host].size()));
+    }
     own_ = host_of(rank);
     own_position_ = position(rank);
     for (const auto& host : ranks_) {
@@ -41,6 +44,8 @@ class HostMap {
   // Whether all hosts have equally many ranks; and then, by host, the rank at this rank's position.
   bool is_even() const { return counterparts_.size() == size(); }
   const std::vector<int>& counterparts() const { return counterparts_; }
+  // By rank: how many ranks its host has.
+  std::span<const std::uint32_t> ranks_beside() const { return ranks_beside_; }
   std::size_t host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
 
   // Takes a rank of this host.
@@ -98,6 +103,7 @@ class HostMap {
   std::vector<int> first_ranks_;
   std::vector<int> counterparts_;
   std::vector<std::size_t> host_of_;
+  std::vector<std::uint32_t> ranks_beside_;
   std::size_t own_;
   std::size_t own_position_;
 };

@@ -32,7 +32,7 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
           .algorithm = is_paced ? AlgorithmId::direct : call.algorithm,
           .table = call.table,
           .root = packed_root(call),
-          .average = static_cast<std::uint8_t>(call.average),
+          .average = call.average,
           .between = call.between,
           .step_of = call.step_of,
           .elements = call.layout != 0 ? call.layout
@@ -58,7 +58,7 @@ std::string MessageHeader::summary() const {
   if (elements > 0 && !has_layout)
     text += " of " + std::to_string(elements / static_cast<unsigned>(carried_values(element)));
   text += std::string(" ") + name(element);
-  text += std::string(" (") + (average != 0 ? "avg" : kernels::name(reduce));
+  text += std::string(" (") + (average != Averaging::none ? "avg" : kernels::name(reduce));
   text += ", root " + std::to_string(root & 0xffff);
   if (root >> 16 > 0) text += " for root " + std::to_string((root >> 16) - 1) + " of the whole call";
   text += std::string(", ") + name(algorithm);

@@ -1,6 +1,5 @@
 #include <netfold/collective/pipelined_plan.hpp>
 #include <netfold/kernels/convert.hpp>
-#include <netfold/kernels/reduce.hpp>
 
 #include <array>
 #include <cstring>
@@ -43,6 +42,7 @@ PipelinedPlan::PipelinedPlan(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call),
       mesh_(mesh),
       team_(std::move(team)),
+      reduction_(call, team_),
       element_bytes_(kernels::element_bytes(call.dtype)),
       wire_element_bytes_(kernels::element_bytes(call.wire)),
       converts_(call.wire != call.dtype) {}
@@ -336,9 +336,11 @@ void PipelinedPlan::store(In& in) {
     kernels::convert(call_.dtype, decoded_.data(), call_.wire, arrived, count);
     arrived = decoded_.data();
   }
-  const void* sources[2] = {chunk.operand, arrived};
-  if (chunk.arrived_first) std::swap(sources[0], sources[1]);
-  kernels::reduce(call_.reduce, call_.dtype, chunk.into, sources, 2, count);
+  if (chunk.arrived_first) {
+    reduction_.merge(chunk.into, arrived, chunk.arrived_of, chunk.operand, chunk.operand_of, count, chunk.finishes);
+  } else {
+    reduction_.merge(chunk.into, chunk.operand, chunk.operand_of, arrived, chunk.arrived_of, count, chunk.finishes);
+  }
 }
 
 // Keeps the first failure; another rank's report or a mismatch replaces a broken connection.
@@ -372,8 +374,6 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
   if (failure_) return finish_chunks(now_ns);
   const auto done = [](const auto& stream) { return stream.done(); };
   if (std::all_of(outs_.begin(), outs_.end(), done) && std::all_of(ins_.begin(), ins_.end(), done)) {
-    const bool has_result = call_.kind != Kind::reduce || team_.position() == call_.root;
-    if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], team_.size());
     finish();
     counts_.registrations = tensor_registrations_.registrations();
     return Progress::done;

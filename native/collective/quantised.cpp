@@ -7,7 +7,7 @@
 //
 //   1. the largest magnitude of each block: a max over the group              all_reduce of ceil(n / 128) i32
 //   2. the tensor, in units of its blocks, in its own memory                  all_reduce of n i32 or i8
-//   3. back to floats, divided by the ranks for an average
+//   3. back to floats; of an average, divided by the ranks before the one rounding
 //
 // A byte has no bits left to count NaN and Inf. Where a block holds one, which all ranks know after step 1, step 2 runs
 // as i32.
@@ -105,21 +105,21 @@ class Quantised final : public CallSequence {
   void to_floats() {
     std::byte* data = call_.outputs[0].data;
     auto* floats = reinterpret_cast<float*>(data);
+    const int ranks = call_.average == Averaging::none ? 1 : paths_.mesh.size();
     if (integers_ == kernels::DType::i8) {
       kernels::dequantise_bytes(floats, reinterpret_cast<const std::int8_t*>(data), call_.elements(),
-                                magnitudes_.data(), kernels::byte_levels_for(paths_.mesh.size()));
+                                magnitudes_.data(), kernels::byte_levels_for(paths_.mesh.size()) * ranks);
     } else {
       kernels::dequantise(floats, reinterpret_cast<const std::int32_t*>(data), call_.elements(), exponents_.data(),
-                          headroom_bits_);
+                          headroom_bits_, static_cast<std::uint32_t>(ranks));
     }
-    if (call_.average) divide(call_.dtype, call_.outputs[0], paths_.mesh.size());
   }
 
   void start(kernels::DType dtype, kernels::ReduceOp reduce, Buffer buffer) {
     step_call_ = call_;
     step_call_.dtype = step_call_.wire = dtype;
     step_call_.reduce = reduce;
-    step_call_.average = false;
+    step_call_.average = Averaging::none;
     step_call_.step_of = call_.step();
     step_call_.inputs.clear();
     step_call_.outputs = {buffer};

@@ -81,8 +81,11 @@ void validate(const Call& call, int rank, int ranks) {
   if (reduces(call.kind)) {
     require(kernels::is_defined(call.reduce, call.dtype), call,
             std::string(kernels::name(call.reduce)) + " is not defined for " + kernels::name(call.dtype));
-    require(!call.average || kernels::is_float(call.dtype), call,
-            std::string("avg needs a floating-point tensor, not ") + kernels::name(call.dtype));
+    require(
+        call.average == Averaging::none || (call.reduce == kernels::ReduceOp::sum && kernels::can_average(call.dtype)),
+        call,
+        std::string("avg is not defined for ") + kernels::name(call.dtype) +
+            (call.dtype == kernels::DType::boolean ? "; max is any, min all" : ""));
   }
   const auto sized = [&](const std::vector<Buffer>& buffers, std::size_t want, const char* which) {
     require(

@@ -49,9 +49,23 @@ class Ring final : public PipelinedPlan {
       }
       for (std::size_t i = 0; i < chunks; ++i) {
         const Buffer inbound = chunk_of(me - step - 1, i);
-        received[i] = add(previous, Receive{inbound.data, inbound.bytes, reduces ? inbound.data : nullptr, true, {}});
+        Receive chunk{.into = inbound.data, .bytes = inbound.bytes};
+        if (reduces) chunk = reducing(inbound, inbound.data, step);
+        received[i] = add(previous, chunk);
       }
     }
+  }
+
+  // A chunk that arrives in a step is added to this rank's own. In the first step it is the previous rank's own.
+  Receive reducing(const Buffer& own, std::byte* into, int step) const {
+    const int me = team().position();
+    return {.into = into,
+            .bytes = own.bytes,
+            .operand = own.data,
+            .arrived_first = true,
+            .arrived_of = step == 0 ? team().wrapped(me - 1) : Reduction::kSum,
+            .operand_of = me,
+            .finishes = step == team().size() - 2};
   }
 
   void plan_reduce_scatter() {
@@ -100,7 +114,9 @@ class Ring final : public PipelinedPlan {
         std::byte* into =
             last ? part(call().outputs[0], inbound_chunks, i, unit).data : slots_.get() + slot * chunk_bytes;
         const Mark free = last ? Mark{} : sent[slot];
-        partials.push_back({into, add(previous, Receive{into, own.bytes, own.data, true, free}), slot});
+        Receive chunk = reducing(own, into, step);
+        chunk.after = free;
+        partials.push_back({into, add(previous, chunk), slot});
         slot = (slot + 1) % slots;
       }
     }
@@ -123,7 +139,7 @@ class Ring final : public PipelinedPlan {
       received.assign(chunks_of(inbound.bytes), {});
       for (std::size_t i = 0; i < received.size(); ++i) {
         const Buffer chunk = part(inbound, received.size(), i, 1);
-        received[i] = add(previous, Receive{chunk.data, chunk.bytes, nullptr, false, {}});
+        received[i] = add(previous, Receive{.into = chunk.data, .bytes = chunk.bytes});
       }
     }
   }

@@ -12,7 +12,7 @@
 //
 // Bytes on the wire: none. Memory traffic a rank of P in an all_reduce, in place or by address: n read and n written. In
 // slots, which leave the L2 cache before they are used again: 2n read and written, and what plain stores read first.
-#include <netfold/kernels/reduce.hpp>
+#include <netfold/collective/reduction.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -33,7 +33,10 @@ constexpr std::size_t kScatterByAddress = 8 << 20;  // reduce_scatter: only the 
 class ShmReduce final : public ShmInPlace {
  public:
   ShmReduce(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
-      : ShmInPlace(call, mesh, node), collected_(index(node.size())), sources_(index(node.size())) {
+      : ShmInPlace(call, mesh, node),
+        reduction_(call, node),
+        collected_(index(node.size())),
+        sources_(index(node.size())) {
     own_.rounds = rounds_for(call.outputs[0]);
   }
 
@@ -64,11 +67,8 @@ class ShmReduce final : public ShmInPlace {
   }
   bool has_results() const { return call_.kind != Kind::reduce_scatter; }
   bool wants_results() const { return call_.kind == Kind::all_reduce || (has_results() && self_ == call_.root); }
-  // Reduces sources_ and divides for an average.
   void reduce_sources(std::byte* into, std::size_t bytes) {
-    kernels::reduce(call_.reduce, call_.dtype, into, sources_.data(), sources_.size(),
-                    bytes / kernels::element_bytes(call_.dtype));
-    if (call_.average) divide(call_.dtype, {into, bytes}, size_);
+    reduction_.reduce(into, sources_, bytes / kernels::element_bytes(call_.dtype));
   }
 
   void reduce_posts() {
@@ -222,6 +222,7 @@ class ShmReduce final : public ShmInPlace {
     return stream == kContributions || call_.kind == Kind::all_reduce || reader == call_.root;
   }
 
+  const Reduction reduction_;
   std::uint32_t contributed_ = 0;  // rounds
   std::uint32_t reduced_ = 0;
   std::vector<std::uint32_t> collected_;  // by position

@@ -69,7 +69,7 @@ void SwitchPath::stand_by(std::unique_ptr<Channel> channel) {
 }
 
 FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path)
-    : call_(call), path_(path), map_(call, path.team_.position(), path.team_.size()) {
+    : call_(call), path_(path), map_(call, path.team_) {
   if (map_.elements() == 0) return;  // nothing to do, and not in the queue
   number_ = path_.started_++;
   path_.operations_.reserve(path_.operations_.size() + 1);
@@ -143,7 +143,6 @@ bool FailoverOperation::apply_announcement() {
 void FailoverOperation::run(AlgorithmId algorithm) {
   step_call_.algorithm = substitute_ = algorithm;
   step_call_.between = AlgorithmId::local;
-  step_call_.average = false;
   step_call_.table = path_.table_;
   step_ = make_algorithm(step_call_, {.mesh = path_.fallback_}, path_.team_);
 }
@@ -196,11 +195,6 @@ bool FailoverOperation::start_next_part() {
   return true;
 }
 
-void FailoverOperation::finish() {
-  const bool has_result = call_.kind != Kind::reduce || path_.team_.position() == call_.root;
-  if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], path_.team_.size());
-}
-
 Progress FailoverOperation::poll(std::int64_t now_ns) {
   if (map_.elements() == 0) return Progress::done;
   bool moved = false;
@@ -208,10 +202,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
     if (mode() == Mode::channel) {
       const Progress progress = path_.channel_->poll(now_ns);
       set_counts(on_channel().counts);
-      if (on_channel().finished) {
-        finish();
-        return Progress::done;
-      }
+      if (on_channel().finished) return Progress::done;
       if (progress == Progress::failed) return fail(path_.channel_->failure());
       return progress == Progress::idle && moved ? Progress::moved : progress;
     }
@@ -220,7 +211,6 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
       if (mode() == Mode::undecided) {
         send_announcement();
       } else if (!start_next_part()) {
-        finish();
         return Progress::done;
       }
     }

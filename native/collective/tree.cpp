@@ -20,6 +20,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <tuple>
 
 #include "algorithms.hpp"
@@ -130,13 +131,15 @@ class Tree final : public PipelinedPlan {
 
   // Ranks are numbered from the root: 0 is the root.
   struct Shape {
-    Place place;   // of this rank
-    Buffer whole;  // its part of the tensor
+    Place place;              // of this rank
+    std::vector<int> leaves;  // the children that have none
+    Buffer whole;             // its part of the tensor
     std::size_t chunks = 1;
     std::vector<Mark> summed;  // by chunk: own and all children's values are added
     std::vector<Mark> sent;    // by chunk: the sum is sent to the parent
     std::byte* slots = nullptr;
     std::size_t slot_bytes = 0;
+    bool is_leaf(int child) const { return std::ranges::find(leaves, child) != leaves.end(); }
   };
   enum class Direction : std::uint8_t { up, down };
   // A transfer of this rank with its parent or a child. `time` is larger than that of every transfer it waits for.
@@ -149,7 +152,11 @@ class Tree final : public PipelinedPlan {
   };
 
   Shape shape(PlaceOf place_of, const Buffer& whole, std::size_t chunks) const {
-    Shape tree{.place = place_of(number_, team().size()), .whole = whole, .chunks = chunks};
+    Shape tree{.place = place_of(number_, team().size()), .leaves = {}, .whole = whole, .chunks = chunks};
+    if (call().average != Averaging::none) {
+      std::ranges::copy_if(tree.place.children, std::back_inserter(tree.leaves),
+                           [&](int child) { return place_of(child, team().size()).children.empty(); });
+    }
     tree.summed.resize(chunks);
     tree.sent.resize(chunks);
     return tree;
@@ -201,7 +208,14 @@ class Tree final : public PipelinedPlan {
     const Mark after = !first                                     ? summed
                        : uses_scratch && transfer.chunk >= kSlots ? tree.sent[transfer.chunk - kSlots]
                                                                   : Mark{};
-    summed = add(from(position(transfer.child)), Receive{sum, own.bytes, so_far, false, after});
+    summed = add(from(position(transfer.child)),
+                 Receive{.into = sum,
+                         .bytes = own.bytes,
+                         .operand = so_far,
+                         .after = after,
+                         .arrived_of = tree.is_leaf(transfer.child) ? wrapped(transfer.child) : Reduction::kSum,
+                         .operand_of = first ? team().position() : Reduction::kSum,
+                         .finishes = number_ == 0 && transfer.child == tree.place.children.back()});
   }
 
   void down(Shape& tree, const Transfer& transfer) {
@@ -209,13 +223,14 @@ class Tree final : public PipelinedPlan {
     // At the root: all values are added. At other ranks the mark now means: the final chunk has arrived.
     Mark& finished = tree.summed[transfer.chunk];
     if (transfer.child == number_) {
-      finished = add(from(position(tree.place.parent)), Receive{own.data, own.bytes, nullptr, false, {}});
+      finished = add(from(position(tree.place.parent)), Receive{.into = own.data, .bytes = own.bytes});
     } else {
       add(to(position(transfer.child)), Send{own.data, own.bytes, finished, number_ == 0});
     }
   }
 
   int position(int number) const { return root_ + number; }  // to and from wrap it
+  int wrapped(int number) const { return team().wrapped(position(number)); }
 
   int root_;
   int number_;

@@ -113,19 +113,23 @@ void quantise(std::int32_t* dst, const float* src, std::size_t count, const std:
 }
 
 void dequantise(float* dst, const std::int32_t* src, std::size_t count, const std::int16_t* exponents,
-                int headroom_bits, std::size_t first_element, const Table& table) {
+                int headroom_bits, std::uint32_t ranks, std::size_t first_element, const Table& table) {
   assert(headroom_bits >= 0 && headroom_bits <= kMaxHeadroomBits);
+  // A power of two moves the unit. Otherwise the quotient of a double is near a tie of floats only where it is one.
+  const int shift = std::has_single_bit(ranks) ? std::countr_zero(ranks) : 0;
+  const double divisor = shift == 0 ? ranks : 1;
   for_each_block(count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
     if (exponent == kExponentAllZero) {
       map_each<float, std::int32_t>(dst + i, src + i, length, [](std::int32_t) { return 0.0f; });
     } else if (exponent == kExponentNonFinite) {
       map_each<float, std::int32_t>(dst + i, src + i, length, value_of_counters);
-    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestKernelUnit) {
+    } else if (const int unit = unit_exponent(exponent, headroom_bits) - shift;
+               unit >= kSmallestKernelUnit && divisor == 1) {
       table.scale_to_f32(dst + i, src + i, length, power_of_two_f32(unit));
     } else {
-      map_each<float, std::int32_t>(dst + i, src + i, length, [scale = power_of_two_f64(unit)](std::int32_t value) {
-        return static_cast<float>(value * scale);
-      });
+      const double scale = power_of_two_f64(unit);
+      map_each<float, std::int32_t>(dst + i, src + i, length,
+                                    [=](std::int32_t value) { return static_cast<float>(value * scale / divisor); });
     }
   });
 }

@@ -79,8 +79,8 @@ const Choice& choice() {
 }  // namespace
 
 const char* name(DType dtype) {
-  constexpr const char* kNames[kDTypeCount] = {"f32", "f64", "f16", "bf16", "i8",  "i16",     "i32",
-                                               "i64", "u8",  "u16", "u32",  "u64", "f64_i64", "i64_i64"};
+  constexpr const char* kNames[kDTypeCount] = {"f32", "f64", "f16", "bf16", "i8",      "i16",     "i32", "i64",
+                                               "u8",  "u16", "u32", "u64",  "f64_i64", "i64_i64", "bool"};
   const auto value = static_cast<std::uint8_t>(dtype);
   return is_valid_dtype(value) ? kNames[value] : "unknown dtype";
 }
@@ -118,6 +118,17 @@ bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std
   Table::Reduce* const kernel = active_table().reduce[index(op)][index(dtype)];
   if (kernel == nullptr) return false;
   kernel(dst, sources, source_count, 0, count);
+  return true;
+}
+
+bool can_average(DType dtype) { return kSerialTable.average[index(dtype)] != nullptr; }
+
+bool average(DType dtype, void* dst, const void* const* sources, std::size_t source_count, std::size_t count,
+             const Mean& mean) {
+  assert(source_count >= 1);
+  Table::Average* const kernel = active_table().average[index(dtype)];
+  if (kernel == nullptr) return false;
+  kernel(dst, sources, source_count, 0, count, mean);
   return true;
 }
 

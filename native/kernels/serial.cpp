@@ -90,6 +90,13 @@ struct Half {
 using F16 = Half<f32_from_f16, f16_from_f32>;
 using BF16 = Half<f32_from_bf16, bf16_from_f32>;
 
+// 0 and 1, from any byte.
+struct Boolean {
+  using Value = std::uint8_t;
+  static Value load(const void* base, std::size_t i) { return load_bits<std::uint8_t>(base, i) != 0 ? 1 : 0; }
+  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, value); }
+};
+
 // uint32_t or uint64_t: unsigned, and not promoted to int.
 template <class T>
 using Wrapping = decltype(std::make_unsigned_t<T>{} + 0u);
@@ -154,6 +161,39 @@ void reduce_each(void* dst, const void* const* sources, std::size_t source_count
   }
 }
 
+// Divides by the ranks: floats, partial means by now, by what is left of them.
+template <class T>
+T divided(T total, std::uint32_t ranks) {
+  if constexpr (std::is_floating_point_v<T>) return total / static_cast<T>(mean_divisor(ranks));
+  if constexpr (std::is_integral_v<T>) {
+    using Wide = std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>;
+    return static_cast<T>(static_cast<Wide>(total) / static_cast<Wide>(ranks));
+  }
+}
+
+template <class Element>
+void average_each(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last,
+                  const Mean& mean) {
+  using Value = typename Element::Value;
+  constexpr std::size_t kTile = 64;
+  const auto scaled = [](Value value, float scale) {
+    if constexpr (std::is_floating_point_v<Value>) return value * static_cast<Value>(scale);
+    if constexpr (std::is_integral_v<Value>) return value;
+  };
+  Value total[kTile];
+  for (std::size_t begin = first; begin < last; begin += kTile) {
+    const std::size_t n = std::min(kTile, last - begin);
+    for (std::size_t j = 0; j < n; ++j) total[j] = scaled(Element::load(sources[0], begin + j), mean.scales[0]);
+    for (std::size_t s = 1; s < source_count; ++s) {
+      for (std::size_t j = 0; j < n; ++j) {
+        const Value term = scaled(Element::load(sources[s], begin + j), mean.scales[s]);
+        total[j] = Arithmetic<std::plus<>>::combine(total[j], term);
+      }
+    }
+    for (std::size_t j = 0; j < n; ++j) Element::store(dst, begin + j, divided(total[j], mean.ranks));
+  }
+}
+
 template <class To, class From>
 void convert_each(void* dst, const void* src, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) To::store(dst, i, static_cast<typename To::Value>(From::load(src, i)));
@@ -204,6 +244,7 @@ void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) 
 template <class Element>
 constexpr void add_dtype(Table& table, DType dtype) {
   table.reduce[index(ReduceOp::sum)][index(dtype)] = reduce_each<Element, Arithmetic<std::plus<>>>;
+  table.average[index(dtype)] = average_each<Element>;
   table.reduce[index(ReduceOp::product)][index(dtype)] = reduce_each<Element, Arithmetic<std::multiplies<>>>;
   table.reduce[index(ReduceOp::min)][index(dtype)] = reduce_each<Element, Extreme<std::less<>>>;
   table.reduce[index(ReduceOp::max)][index(dtype)] = reduce_each<Element, Extreme<std::greater<>>>;
@@ -212,6 +253,17 @@ constexpr void add_dtype(Table& table, DType dtype) {
     table.reduce[index(ReduceOp::bor)][index(dtype)] = reduce_each<Element, Arithmetic<std::bit_or<>>>;
     table.reduce[index(ReduceOp::bxor)][index(dtype)] = reduce_each<Element, Arithmetic<std::bit_xor<>>>;
   }
+}
+
+constexpr void add_boolean(Table& table) {
+  const auto set = [&](ReduceOp op, Table::Reduce* kernel) { table.reduce[index(op)][index(DType::boolean)] = kernel; };
+  for (const ReduceOp all : {ReduceOp::product, ReduceOp::min, ReduceOp::band}) {
+    set(all, reduce_each<Boolean, Arithmetic<std::bit_and<>>>);
+  }
+  for (const ReduceOp any : {ReduceOp::sum, ReduceOp::max, ReduceOp::bor}) {
+    set(any, reduce_each<Boolean, Arithmetic<std::bit_or<>>>);
+  }
+  set(ReduceOp::bxor, reduce_each<Boolean, Arithmetic<std::bit_xor<>>>);
 }
 
 template <class T>
@@ -234,6 +286,7 @@ constexpr Table build_table() {
   add_dtype<Plain<std::uint16_t>>(table, DType::u16);
   add_dtype<Plain<std::uint32_t>>(table, DType::u32);
   add_dtype<Plain<std::uint64_t>>(table, DType::u64);
+  add_boolean(table);
   add_located<double>(table, DType::f64_i64);
   add_located<std::int64_t>(table, DType::i64_i64);
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <netfold/kernels/isa.hpp>
+#include <netfold/kernels/reduce.hpp>
 #include <netfold/kernels/types.hpp>
 
 namespace netfold::kernels {
@@ -16,9 +17,12 @@ struct Table {
   // Reduces elements [first, last): a vector kernel leaves its last elements to serial without moving pointers.
   using Reduce = void(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
                       std::size_t last);
+  using Average = void(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
+                       std::size_t last, const Mean& mean);
   using Convert = void(void* dst, const void* src, std::size_t count);
 
   Reduce* reduce[kReduceOpCount][kDTypeCount];  // null: the operator has no meaning for the dtype
+  Average* average[kDTypeCount];                // null: the dtype has no average
   Convert* convert[kDTypeCount][kDTypeCount];   // [to][from]; null: no such conversion
 
   // For block_quantise: float32 magnitudes compare as integers without the sign bit, Inf above all numbers and NaN
@@ -46,6 +50,9 @@ constexpr Bits mixed_bits(Bits bits) {
 constexpr std::uint32_t rounding_bits(std::uint32_t seed, std::size_t index) {
   return mixed_bits(seed + static_cast<std::uint32_t>(index) * kRoundingStride);
 }
+
+// What is left to divide a partial mean of `ranks` by.
+constexpr float mean_divisor(std::uint32_t ranks) { return static_cast<float>(ranks) * mean_scale(1, ranks); }
 
 constexpr std::size_t index(ReduceOp op) { return static_cast<std::size_t>(op); }
 constexpr std::size_t index(DType dtype) { return static_cast<std::size_t>(dtype); }

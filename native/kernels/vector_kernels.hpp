@@ -42,6 +42,8 @@ struct Plain {
     std::memcpy(p, &v, sizeof v);
   }
   static Register combine(Register a, Register b) { return a + b; }
+  static Register times(Register v, float by) { return v * static_cast<T>(by); }
+  static Register over(Register v, float by) { return v / static_cast<T>(by); }
 };
 using F32 = Plain<float>;
 using I32 = Plain<std::uint32_t>;
@@ -78,6 +80,24 @@ struct BF16Pairs {
     I32::store(p, odd_halves(BF16::rounded(v.even) >> 16, BF16::rounded(v.odd)));
   }
   static Register combine(Register a, Register b) { return {a.even + b.even, a.odd + b.odd}; }
+  static Register times(Register v, float by) { return {v.even * by, v.odd * by}; }
+  static Register over(Register v, float by) { return {v.even / by, v.odd / by}; }
+};
+
+// A byte of 0 or 1, from any byte.
+struct Boolean : Plain<std::uint8_t> {
+  static Register load(const std::byte* p) {
+    return std::bit_cast<Register>(Plain<std::uint8_t>::load(p) != 0) & std::uint8_t{1};
+  }
+};
+struct BooleanAll : Boolean {
+  static Register combine(Register a, Register b) { return a & b; }
+};
+struct BooleanAny : Boolean {
+  static Register combine(Register a, Register b) { return a | b; }
+};
+struct BooleanOdd : Boolean {
+  static Register combine(Register a, Register b) { return a ^ b; }
 };
 
 // The bytes of i8, each in 32 bits.
@@ -166,6 +186,19 @@ void add_vector_kernels(Table& table) {
   add_reduction<Max<BF16>, max, bf16>(table);
   add_reduction<I32Min, min, i32>(table);
   add_reduction<I32Max, max, i32>(table);
+
+  add_reduction<BooleanAny, sum, boolean>(table);
+  add_reduction<BooleanAll, product, boolean>(table);
+  add_reduction<BooleanAll, min, boolean>(table);
+  add_reduction<BooleanAny, max, boolean>(table);
+  add_reduction<BooleanAll, band, boolean>(table);
+  add_reduction<BooleanAny, bor, boolean>(table);
+  add_reduction<BooleanOdd, bxor, boolean>(table);
+
+  add_average<F32, f32>(table);
+  add_average<Plain<double>, f64>(table);
+  add_average<F16, f16>(table);
+  add_average<BF16Pairs, bf16>(table);
 
   add_conversion<F16, f16, F32, f32>(table);
   add_conversion<F32, f32, F16, f16>(table);

@@ -1,7 +1,7 @@
 // The loops of all vector kernels, over `Lanes`: how one register of elements is loaded, combined and stored.
 //
 // A Lanes type has: Register, kElementBytes, kCount (elements per register), kBytes (of memory per register), load,
-// store and, to be reduced, combine.
+// store and, to be reduced, combine; to be averaged also times and over.
 //
 // Everything here has internal linkage on purpose: each including file is compiled for another instruction set, and the
 // linker must never keep one file's copy of a function for all files.
@@ -66,6 +66,44 @@ void reduce_lanes(void* dst, const void* const* sources, std::size_t source_coun
   if (i < last) kSerialTable.reduce[index(op)][index(dtype)](dst, sources, source_count, i, last);
 }
 
+// The same of partial means.
+template <class Lanes, std::size_t kRegisters>
+[[gnu::always_inline]] inline void average_registers(std::byte* dst, const void* const* sources,
+                                                     std::size_t source_count, std::size_t offset, const Mean& mean) {
+  typename Lanes::Register total[kRegisters];
+  const std::byte* source = static_cast<const std::byte*>(sources[0]) + offset;
+  for (std::size_t r = 0; r < kRegisters; ++r) {
+    total[r] = Lanes::times(Lanes::load(source + r * Lanes::kBytes), mean.scales[0]);
+  }
+  for (std::size_t s = 1; s < source_count; ++s) {
+    source = static_cast<const std::byte*>(sources[s]) + offset;
+    for (std::size_t r = 0; r < kRegisters; ++r) {
+      total[r] = Lanes::combine(total[r], Lanes::times(Lanes::load(source + r * Lanes::kBytes), mean.scales[s]));
+    }
+  }
+  const float divisor = mean_divisor(mean.ranks);
+  for (std::size_t r = 0; r < kRegisters; ++r) {
+    if (divisor != 1) total[r] = Lanes::over(total[r], divisor);
+    Lanes::store(dst + offset + r * Lanes::kBytes, total[r]);
+  }
+}
+
+// One entry of the average table.
+template <class Lanes, DType dtype>
+void average_lanes(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last,
+                   const Mean& mean) {
+  constexpr std::size_t kRegisters = 4;
+  auto* const out = static_cast<std::byte*>(dst);
+  std::size_t i = first;
+  for (; last - i >= kRegisters * Lanes::kCount; i += kRegisters * Lanes::kCount) {
+    average_registers<Lanes, kRegisters>(out, sources, source_count, i * Lanes::kElementBytes, mean);
+  }
+  for (; last - i >= Lanes::kCount; i += Lanes::kCount) {
+    average_registers<Lanes, 1>(out, sources, source_count, i * Lanes::kElementBytes, mean);
+  }
+  if (i < last) kSerialTable.average[index(dtype)](dst, sources, source_count, i, last, mean);
+}
+
 // dst[i] = map(src[i]) for whole registers; returns the number of these elements.
 template <class To, class From, class Map>
 inline std::size_t map_registers(void* dst, const void* src, std::size_t count, Map map) {
@@ -93,6 +131,11 @@ void convert_lanes(void* dst, const void* src, std::size_t count) {
 template <class Lanes, ReduceOp op, DType dtype>
 void add_reduction(Table& table) {
   table.reduce[index(op)][index(dtype)] = reduce_lanes<Lanes, op, dtype>;
+}
+
+template <class Lanes, DType dtype>
+void add_average(Table& table) {
+  table.average[index(dtype)] = average_lanes<Lanes, dtype>;
 }
 
 template <class To, DType to, class From, DType from>

@@ -23,7 +23,7 @@ UFUNCS: dict[str, Callable[[Array, Array], Array]] = {
     "bxor": np.bitwise_xor,
 }
 FLOAT_OPS = ("sum", "avg", "product", "min", "max")
-INTEGER_OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+INTEGER_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 # Unit roundoff of a format with p significant bits is 2^-p, rounding to nearest.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
@@ -74,59 +74,51 @@ def rounded(values: Array, wire: str) -> Array:
 def by_rank(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
     """Direct and in-network: reduced from rank 0 up, f16 in f32 and rounded once.
 
-    In-network with a wire: each contribution is rounded to the wire, reduced in f32, and the result rounded once.
+    In-network with a wire: each contribution is rounded to the wire, reduced in f32, and the result rounded once; an
+    average is divided behind that.
     """
-    dtype = parts[0].dtype
-    wide = np.float32 if dtype == np.float16 else dtype
-    parts = [rounded(part, wire) if wire != "f32" else part.astype(wide) for part in parts]
+    dtype, ranks = parts[0].dtype, len(parts)
+    terms = [rounded(part, wire) if wire != "f32" else part for part in _terms(op, parts)]
     with np.errstate(over="ignore"):
-        total = parts[0].copy()
-        for part in parts[1:]:
-            total = UFUNCS[op](total, part)
-        total = rounded(total, wire) if wire != "f32" else total.astype(dtype)
-        return _average(total, len(parts)) if op == "avg" else total
+        total = terms[0]
+        for term in terms[1:]:
+            total = UFUNCS[op](total, term)
+        return _finished(op, rounded(total, wire) if wire != "f32" else total, ranks).astype(dtype)
 
 
 def by_ring(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
     """Ring: block b is reduced from rank b up, round the ring, and rounded to the tensor's type at every hop.
 
-    With a wire also to the wire, at every hop and once more by the owner of the finished block.
+    With a wire also to the wire, at every hop and once more by the owner of the finished block. The last hop divides
+    an average before it rounds.
     """
     ranks, count = len(parts), len(parts[0])
-    dtype = parts[0].dtype
-    wide = np.float32 if dtype == np.float16 else dtype
+    terms = _terms(op, parts)
     result = np.empty_like(parts[0])
-    with np.errstate(over="ignore"):
-        for block in range(ranks):
-            first = count // ranks * block + min(block, count % ranks)
-            where = slice(first, first + count // ranks + (1 if block < count % ranks else 0))
-            total = parts[block][where]
-            for step in range(1, ranks):
-                arrived = rounded(total, wire) if wire != "f32" else total
-                own = parts[(block + step) % ranks][where]
-                total = UFUNCS[op](arrived.astype(wide), own.astype(wide)).astype(dtype)
-            result[where] = rounded(total, wire) if wire != "f32" else total
-        return _average(result, ranks) if op == "avg" else result
+    for block in range(ranks):
+        first = count // ranks * block + min(block, count % ranks)
+        where = slice(first, first + count // ranks + (1 if block < count % ranks else 0))
+        total = terms[block][where]
+        for step in range(1, ranks):
+            own = terms[(block + step) % ranks][where]
+            total = _fold(op, rounded(total, wire), own, parts[0].dtype, ranks if step == ranks - 1 else 1)
+        result[where] = rounded(total, wire)
+    return result
 
 
 def by_ring_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
     """Ring reduce_scatter: a block is reduced from the rank after its owner, round the ring, to its owner."""
-    ranks = len(parts)
-    total = parts[(owner + 1) % ranks]
+    ranks, terms = len(parts), _terms(op, parts)
+    total = terms[(owner + 1) % ranks]
     for step in range(2, ranks + 1):
-        total = _fold(op, total, parts[(owner + step) % ranks])
-    return _average(total, ranks) if op == "avg" else total
+        own = terms[(owner + step) % ranks]
+        total = _fold(op, total, own, parts[0].dtype, ranks if step == ranks else 1)
+    return total.astype(parts[0].dtype)
 
 
 def by_halving(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
     """Halving-doubling: the extra neighbour's first, then own + partner's, partners by ascending distance."""
-    ranks = len(parts)
-    core = 1 << (ranks.bit_length() - 1)
-    extra = ranks - core
-    held = [
-        _fold(op, parts[2 * number + 1], rounded(parts[2 * number], wire)) if number < extra else parts[number + extra]
-        for number in range(core)
-    ]
+    held, core = _core(op, parts, wire)
     spans = [(0, len(parts[0]))] * core
     for bit in (1 << power for power in range(core.bit_length() - 1)):
         kept = []
@@ -134,29 +126,42 @@ def by_halving(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
             low, high = spans[number]
             middle = low + (high - low + 1) // 2
             kept.append((low, middle) if number & bit == 0 else (middle, high))
-        held = [_folded_part(op, held[n], rounded(held[n ^ bit], wire), *kept[n]) for n in range(core)]
+        finishes = len(parts) if bit == core // 2 else 1
+        held = [
+            _folded_part(op, held[n], rounded(held[n ^ bit], wire), parts[0].dtype, finishes, *kept[n])
+            for n in range(core)
+        ]
         spans = kept
     result = np.empty_like(parts[0])
     for number, (low, high) in enumerate(spans):
         result[low:high] = rounded(held[number][low:high], wire)
-    return _average(result, ranks) if op == "avg" else result
+    return result
 
 
 def by_halving_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
     """Recursive halving: the extra neighbour's first, then own + partner's, the farthest partner first."""
-    ranks = len(parts)
+    held, core = _core(op, parts, "f32")
+    extra = len(parts) - core
+    bit = core // 2
+    while bit:
+        finishes = len(parts) if bit == 1 else 1
+        held = [_fold(op, held[number], held[number ^ bit], parts[0].dtype, finishes) for number in range(core)]
+        bit //= 2
+    return held[owner // 2 if owner < 2 * extra else owner - extra].astype(parts[0].dtype)
+
+
+def _core(op: str, parts: Sequence[Array], wire: str) -> tuple[list[Array], int]:
+    """The sums of the core's ranks once the other ranks have given them their values; and the core's size."""
+    ranks, terms = len(parts), _terms(op, parts)
     core = 1 << (ranks.bit_length() - 1)
     extra = ranks - core
     held = [
-        _fold(op, parts[2 * number + 1], parts[2 * number]) if number < extra else parts[number + extra]
+        _fold(op, terms[2 * number + 1], rounded(terms[2 * number], wire), parts[0].dtype)
+        if number < extra
+        else terms[number + extra]
         for number in range(core)
     ]
-    bit = core // 2
-    while bit:
-        held = [_fold(op, held[number], held[number ^ bit]) for number in range(core)]
-        bit //= 2
-    total = held[owner // 2 if owner < 2 * extra else owner - extra]
-    return _average(total, ranks) if op == "avg" else total
+    return held, core
 
 
 def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -> Array:
@@ -165,8 +170,8 @@ def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -
     One binomial tree for small tensors; else two binary trees on the ranks without the root, where the second one's
     numbers are mirrored or shifted by one.
     """
-    ranks = len(parts)
-    numbered = [parts[(root + number) % ranks] for number in range(ranks)]
+    ranks, terms = len(parts), _terms(op, parts)
+    numbered = [terms[(root + number) % ranks] for number in range(ranks)]
 
     def binomial(number: int) -> list[int]:
         spacing = number & -number if number else 1 << ranks.bit_length()
@@ -192,7 +197,8 @@ def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -
     def total(children: Callable[[int], list[int]], number: int, where: slice) -> Array:
         value = numbered[number][where]
         for child in children(number):
-            value = _fold(op, value, rounded(total(children, child, where), wire))
+            finishes = ranks if number == 0 and child == children(0)[-1] else 1
+            value = _fold(op, value, rounded(total(children, child, where), wire), parts[0].dtype, finishes)
         return value
 
     if parts[0].nbytes <= 16 << 10:
@@ -201,22 +207,36 @@ def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -
         half = (len(parts[0]) + 1) // 2
         halves = [total(binary, 0, slice(0, half)), total(mirrored, 0, slice(half, None))]
         result = rounded(np.concatenate(halves), wire)
-    return _average(result, ranks) if op == "avg" else result
+    return result.astype(parts[0].dtype)
 
 
-def _fold(op: str, first: Array, second: Array) -> Array:
-    wide = np.float32 if first.dtype == np.float16 else first.dtype
+def _terms(op: str, parts: Sequence[Array]) -> list[Array]:
+    """The terms of a sum: f16 as f32; of an average of floats, divided by the least power of two >= the ranks."""
+    wide = [part.astype(np.float32) if part.dtype == np.float16 else part for part in parts]
+    if op != "avg" or wide[0].dtype.kind != "f":
+        return wide
+    scale = wide[0].dtype.type(0.5 ** (len(parts) - 1).bit_length())
+    return [part * scale for part in wide]
+
+
+def _finished(op: str, total: Array, ranks: int) -> Array:
+    """Divide an average by what the terms are not divided by yet; integers toward zero."""
+    if op != "avg" or ranks == 1:
+        return total
+    if total.dtype.kind != "f":
+        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+        floor, rest = np.divmod(wide, wide.dtype.type(ranks))
+        return (floor + ((rest != 0) & (total < 0))).astype(total.dtype)
+    return total / total.dtype.type(ranks * 0.5 ** (ranks - 1).bit_length())
+
+
+def _fold(op: str, first: Array, second: Array, dtype: Any, finishes: int = 1) -> Array:
+    """Reduce two values, round to the tensor's type. finishes: the ranks, where the result is the whole average."""
     with np.errstate(over="ignore"):
-        return UFUNCS[op](first.astype(wide), second.astype(wide)).astype(first.dtype)
+        return _finished(op, UFUNCS[op](first, second), finishes).astype(dtype).astype(first.dtype)
 
 
-def _folded_part(op: str, mine: Array, theirs: Array, low: int, high: int) -> Array:
+def _folded_part(op: str, mine: Array, theirs: Array, dtype: Any, finishes: int, low: int, high: int) -> Array:
     result = mine.copy()
-    result[low:high] = _fold(op, mine[low:high], theirs[low:high])
+    result[low:high] = _fold(op, mine[low:high], theirs[low:high], dtype, finishes)
     return result
-
-
-def _average(total: Array, ranks: int) -> Array:
-    if total.dtype == np.float16:
-        return (total.astype(np.float32) / np.float32(ranks)).astype(np.float16)
-    return total / total.dtype.type(ranks)

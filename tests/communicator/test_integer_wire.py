@@ -72,8 +72,8 @@ def _computed(size: int, count: int, special: bool, average: bool, wire: str, se
         kernels.quantise(integers, each, agreed, bits)
         total += integers
     found = np.empty(count, np.float32)
-    kernels.dequantise(found, total.astype(np.int32), agreed, bits)
-    return found / np.float32(size) if average else found
+    kernels.dequantise(found, total.astype(np.int32), agreed, bits, ranks=size if average else 1)
+    return found
 
 
 def in_bytes(parts: list[Any], sequence: int, average: bool) -> Any:
@@ -89,11 +89,12 @@ def in_bytes(parts: list[Any], sequence: int, average: bool) -> Any:
         kernels.quantise_bytes(integers, each, agreed, size, sequence, rank)
         total += integers
     found = np.empty(count, np.float32)
-    kernels.dequantise_bytes(found, total.astype(np.int8), agreed, size)
-    exact = np.sum(np.array(parts, np.float64), 0)
+    divisor = size if average else 1
+    kernels.dequantise_bytes(found, total.astype(np.int8), agreed, size, ranks=divisor)
+    exact = np.sum(np.array(parts, np.float64), 0) / divisor
     unit = np.repeat(agreed.view(np.float32).astype(np.float64), 128)[:count] / (127 // size)
-    assert (np.abs(found - exact) <= size * unit).all()
-    return found / np.float32(size) if average else found
+    assert (np.abs(found - exact) <= size * unit / divisor).all()
+    return found
 
 
 def newest(group: Communicator, count: int = 1) -> list[int]:

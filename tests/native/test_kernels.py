@@ -6,6 +6,7 @@ f16 and bf16 arrays travel as uint16. Results are compared as bits: every instru
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ MEMORY = {
     "u16": np.uint16,
     "u32": np.uint32,
     "u64": np.uint64,
+    "bool": np.uint8,
 }
 FLOATS = ["f32", "f64", "f16", "bf16"]
 BLOCK = kernels.block_elements
@@ -58,6 +60,8 @@ def widen(array, dtype):
     """Return the dtype in which a dtype is reduced."""
     if dtype == "bf16":
         return f32_from_bf16(array)
+    if dtype == "bool":
+        return array != 0
     return array.view(np.float16).astype(np.float32) if dtype == "f16" else array
 
 
@@ -69,7 +73,7 @@ def narrow(values, dtype):
         return f16_from_f32(values)
     if dtype in FLOATS:
         return np.where(np.isnan(values), MEMORY[dtype](np.nan), values)
-    return values
+    return values.astype(MEMORY[dtype])
 
 
 def reduced(op, dtype, sources):
@@ -143,6 +147,39 @@ PAIRS = [(op, dtype) for op in OPS for dtype in MEMORY if kernels.is_defined(op,
 
 
 # --- reduce ---
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [dtype for dtype in MEMORY if dtype != "bool"])
+def test_average_merges_partial_means_and_rounds_once_for_any_bits(dtype, isa):
+    """Floats: values / 2^ceil(log2 of all ranks), added in order, divided by what is left. Integers wrap, toward 0."""
+    rng = np.random.default_rng(3)
+    for ranks in ([1], [1, 1], [1, 1, 1], [2, 1], [3, 5, 4], [1] * 9):
+        total_ranks = sum(ranks)
+        for count, finishes in ((count, finishes) for count in SIZES for finishes in (True, False)):
+            width = MEMORY[dtype]().itemsize
+            sources = [np.frombuffer(rng.bytes(count * width), MEMORY[dtype]).copy() for _ in ranks]
+            with np.errstate(all="ignore"):
+                wide = [widen(source, dtype) for source in sources]
+                kind = wide[0].dtype.type
+                power = [(each - 1).bit_length() for each in (*ranks, total_ranks)]
+                if dtype in FLOATS:
+                    wide = [each * kind(2.0 ** (power[i] - power[-1])) for i, each in enumerate(wide)]
+                total = wide[0]
+                for each in wide[1:]:
+                    total = total + each
+                if finishes and dtype in FLOATS:
+                    total = total / kind(total_ranks * 0.5 ** power[-1])
+                elif finishes:
+                    whole = [abs(int(each)) // total_ranks * (1 if each >= 0 else -1) for each in total]
+                    total = np.array(whole, MEMORY[dtype])
+                expected = narrow(total, dtype) if dtype in FLOATS else total.astype(MEMORY[dtype])
+            context = f"{dtype} {isa} ranks={ranks} count={count} finishes={finishes}"
+            dst = unaligned(np.full_like(sources[0], 0x55))
+            kernels.average(dtype, dst, [unaligned(source) for source in sources], ranks, finishes, isa=isa)
+            assert_same_bits(dst, expected, context)
+            kernels.average(dtype, sources[0], sources, ranks, finishes, isa=isa)
+            assert_same_bits(sources[0], expected, context + " in place")
 
 
 def test_every_pair_is_defined_but_bitwise_operators_on_floats():
@@ -233,7 +270,7 @@ def test_half_precision_sums_round_once_and_not_after_every_source(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", [d for d in MEMORY if d not in FLOATS])
+@pytest.mark.parametrize("dtype", [d for d in MEMORY if d not in (*FLOATS, "bool")])
 def test_integers_wrap(dtype, isa):
     limits = np.iinfo(MEMORY[dtype])
     most = np.full(70, limits.max, MEMORY[dtype])
@@ -356,6 +393,26 @@ def i32_sum(contributions, headroom_bits, isa):
         total += quantise(contribution, exponents, headroom_bits, isa)
     assert np.abs(total).max(initial=0) <= 2**31 - 1, "an int32 sum would have overflowed"
     return dequantise(total.astype(np.int32), exponents, headroom_bits, isa), exponents
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_an_average_of_integers_with_a_unit_is_rounded_once_and_does_not_overflow(isa):
+    rng = np.random.default_rng(5)
+    for ranks in (1, 2, 3, 7, 8, 1000):
+        headroom = (ranks - 1).bit_length()
+        largest = ranks * (2 ** (30 - headroom) - 64)  # of float32's numbers
+        integers = rng.integers(-largest, largest, 200, endpoint=True).astype(np.int32)
+        for exponent in (-148, -126 + 30, 0, 128):
+            exponents = np.full(2, exponent, np.int16)
+            found = np.empty(200, np.float32)
+            kernels.dequantise(found, integers, exponents, headroom, ranks=ranks, isa=isa)
+            power = exponent + headroom - 30
+            numerator, denominator = 2 ** max(0, power), 2 ** max(0, -power)
+            for value, got in zip(integers.tolist(), found.tolist(), strict=True):
+                exact = Fraction(value * numerator, denominator * ranks)
+                near = [np.float32(got), *(np.nextafter(np.float32(got), np.float32(way)) for way in (-np.inf, np.inf))]
+                errors = [abs(Fraction(float(each)) - exact) for each in near if np.isfinite(each)]
+                assert np.isfinite(got) and errors[0] == min(errors), (ranks, exponent, value)
 
 
 def log_uniform(rng, count, low_exponent, high_exponent):

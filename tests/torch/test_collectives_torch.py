@@ -6,7 +6,7 @@ A world of processes a mode (auto, ring, a switch) runs all cases in order and s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -167,6 +167,42 @@ def sparse_tensors_are_added_element_by_element(dist: Any, rank: int, size: int)
         tensor = sparse(rank, dense)
         dist.all_reduce(tensor, dist.ReduceOp.AVG)
         same(tensor.to_dense(), expected / size)
+
+
+@case
+def averages_of_every_kind_follow_one_rule(dist: Any, rank: int, size: int) -> None:
+    """No overflow where the average has none; integers toward zero: dense, sparse, coalesced, scattered, reduced."""
+    import torch
+
+    def every_average(mine: Any) -> Iterator[tuple[str, Any]]:
+        dense, reduced, block = mine.clone(), mine.clone(), torch.empty_like(mine)
+        dist.all_reduce(dense, dist.ReduceOp.AVG)
+        yield "all_reduce", dense
+        dist.reduce(reduced, 0, dist.ReduceOp.AVG)
+        if rank == 0:
+            yield "reduce", reduced
+        dist.reduce_scatter(block, [mine] * size, dist.ReduceOp.AVG)
+        yield "reduce_scatter", block
+        several = [mine.clone(), mine[:3].clone()]
+        dist.all_reduce_coalesced(several, dist.ReduceOp.AVG)
+        yield "coalesced", several[0]
+        yield "coalesced", several[1]
+        if mine.is_cpu:
+            sparse = mine.to_sparse()
+            dist.all_reduce(sparse, dist.ReduceOp.AVG)
+            yield "sparse", sparse.to_dense()
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        real = torch.float32 if dtype.is_complex else dtype
+        mine = torch.full((1000,), 0.7 * torch.finfo(real).max, dtype=dtype)
+        for what, found in every_average(mine):
+            ratio = (found / mine[: len(found)]).abs()
+            assert ((ratio - 1).abs() < 0.01).all(), (what, dtype, ratio)
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        mine = torch.tensor([7, -7, rank, -rank - 1] * 100, dtype=dtype)
+        whole = [7, -7, (size - 1) * size // 2 // size, -(size * (size + 1) // 2 // size)]
+        for what, found in every_average(mine):
+            assert found.tolist() == (whole * 100)[: len(found)], (what, dtype)
 
 
 @case
@@ -543,11 +579,7 @@ def what_is_not_supported_is_refused_in_a_sentence(dist: Any, rank: int, size: i
         raise AssertionError(f"nothing was refused; expected: {words}")
 
     ones = torch.ones(4)
-    refuse("AVG is not defined", lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG))
-    refuse(
-        "avg needs a floating-point tensor",
-        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32), dist.ReduceOp.AVG),
-    )
+    refuse("avg is not defined", lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG))
     refuse("band is not defined for f32", lambda: dist.all_reduce(ones, dist.ReduceOp.BAND))
     refuse("on complex tensors", lambda: dist.all_reduce(torch.ones(4, dtype=torch.complex64), dist.ReduceOp.MAX))
     integers = torch.ones(4, dtype=torch.int32)

@@ -59,8 +59,8 @@ class Rank {
   explicit Rank(const control::JoinRequest& request)
       : membership(control::Membership::join(request)),
         channel(membership->take_channel()),
-        ranks_(static_cast<int>(request.ranks.size())),
-        position_(static_cast<int>(std::ranges::find(request.ranks, request.rank) - request.ranks.begin())) {}
+        ranks_(request.ranks.begin(), request.ranks.end()),
+        position_(static_cast<std::size_t>(std::ranges::find(ranks_, request.rank) - ranks_.begin())) {}
 
   void all_reduce(std::uintptr_t data, std::size_t bytes, int dtype, int reduce, std::uint32_t sequence,
                   std::uint16_t table, std::int64_t timeout_ns) {
@@ -72,7 +72,7 @@ class Rank {
     call.table = table;
     call.sequence = sequence;
     call.outputs = {{reinterpret_cast<std::byte*>(data), bytes}};
-    const collective::ContributionMap map(call, position_, ranks_);
+    const collective::ContributionMap map(call, collective::Team(ranks_, position_));
     const int token = channel->start(call, map);
     const std::int64_t deadline_ns = transport::now_ns() + timeout_ns;
     collective::WaitSet wait;
@@ -106,8 +106,8 @@ class Rank {
   std::unique_ptr<collective::Channel> channel;
 
  private:
-  int ranks_;
-  int position_;
+  std::vector<int> ranks_;
+  std::size_t position_;
 };
 
 auth::Security security_named(const std::string& name) {

@@ -1,7 +1,7 @@
 """The memory of an array, and the native dtype of its elements.
 
-NumPy arrays are used directly, other arrays by DLPack or the buffer protocol, both without a copy. A bool is sent as a
-byte of 0 or 1, a complex number as its two parts, a bf16 of ml_dtypes as itself.
+NumPy arrays are used directly, other arrays by DLPack or the buffer protocol, both without a copy. A complex number is
+sent as its two parts, a bf16 of ml_dtypes as itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES: dict[Any, str] = {
     )
 }
 
-# NumPy's operators for bools. Each keeps a byte at 0 or 1.
+# NumPy's operators for bools. They read any byte but 0 as true, and write 0 and 1.
 _BOOL_OPS = ("product", "min", "max", "band", "bor", "bxor")
 
 OPS = ("avg", *(op for op in REDUCE_OPS if not op.endswith("_loc")))
@@ -75,7 +75,7 @@ def array_view(array: Any, *, writable: bool) -> ArrayView:
 
 
 def reduction(kind: str, dtype: str, op: str | None) -> tuple[str, bool]:
-    """(operator, whether to divide by the number of ranks) for native code. op: None where values only move."""
+    """(operator, whether to average) for native code. op: None where values only move."""
     if op is None:
         return "sum", False
     if op not in OPS:

@@ -29,8 +29,9 @@ class Collectives:
     array.array). They are read and written in place. An immutable array can be an input, and is refused for a result.
     Elements: floats of 16 to 64 bits, bf16, integers of 8 to 64 bits, bool, complex. Floats keep NaN and Inf.
 
-    op: sum, avg (floats and complex), product, min, max, band, bor or bxor (integers). For bool: product, min (all),
-    max (any), band, bor, bxor. For complex: sum and avg.
+    op: sum, avg, product, min, max, band, bor or bxor (integers). For bool: product, min (all), max (any), band, bor,
+    bxor. For complex: sum and avg. An average of floats overflows in no type; one of integers is their sum, which may
+    wrap, divided toward zero.
     timeout_s: the operation's deadline; default: the group's.
     asynchronous: True returns at once, with a `Work` whose `wait` returns the blocking call's result. This is a flag,
     as torch's `async_op`, and not a second set of methods. Results are typed Any, since they are the caller's arrays.

@@ -30,10 +30,10 @@ DTYPE_NAMES = {
     torch.uint16: "u16",
     torch.uint32: "u32",
     torch.uint64: "u64",
+    torch.bool: "bool",
 }
 # Types that only travel, and those that are reduced as another dtype, by netfold's names.
 _CARRIED_NAMES = {
-    torch.bool: "bool",
     torch.complex32: "c32",
     torch.complex64: "c64",
     torch.complex128: "c128",
@@ -118,8 +118,8 @@ def reduction_call(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_
     real = _real(staged, reduction)
     return Prepared(
         kind,
-        dtype=_dtype(tensor, reduction),
-        reduce=_name(real, reduction),
+        dtype=_dtype(tensor),
+        reduce=reduction.name,
         average=reduction.average,
         root=root,
         outputs=[real],
@@ -142,8 +142,8 @@ def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) 
     real = _real(staged, reduction)
     return Prepared(
         "reduce_scatter",
-        dtype=_dtype(output, reduction),
-        reduce=_name(real, reduction),
+        dtype=_dtype(output),
+        reduce=reduction.name,
         average=reduction.average,
         inputs=[_real(_scaled(part, reduction), reduction) for part in parts],
         outputs=[real],
@@ -261,19 +261,8 @@ def _scaled(tensor: Tensor, reduction: Reduction) -> Tensor:
     return scaled
 
 
-def _name(tensor: Tensor, reduction: Reduction) -> str:
-    # As in NCCL, the sum of bool tensors is 1 if any is true.
-    return "max" if tensor.dtype == torch.bool and reduction.name == "sum" else reduction.name
-
-
-def _dtype(tensor: Tensor, reduction: Reduction) -> str:
-    if tensor.dtype == torch.bool:
-        if reduction.average:
-            raise ValueError("AVG is not defined for bool tensors; use MAX for any, MIN for all")
-        return "bool"  # every reduction of bytes 0 and 1 yields 0 or 1
+def _dtype(tensor: Tensor) -> str:
     name = _CARRIED_NAMES.get(tensor.dtype) if tensor.is_complex() else DTYPE_NAMES.get(tensor.dtype)
     if name is None:
-        raise ValueError(
-            f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, DTYPE_NAMES))}, bool and complex"
-        )
+        raise ValueError(f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, DTYPE_NAMES))} and complex")
     return name

@@ -48,8 +48,18 @@ def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
     ]
 
     def add_up() -> None:
-        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False)
-        write(tensor, total.coalesce() / size if reduction.average else total.coalesce())
+        terms = torch.cat(values)
+        wide = terms.float() if terms.dtype in (torch.float16, torch.bfloat16) else terms
+        # An average adds terms that cannot overflow, as the native engine (kernels/reduce.hpp).
+        scale = 0.5 ** (size - 1).bit_length() if reduction.average and not _is_integer(wide) else 1.0
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), wide * scale if scale != 1.0 else wide, tensor.shape, check_invariants=False
+        ).coalesce()
+        if reduction.average:
+            sums = total.values()
+            divisor = sums.new_full((), size * scale)  # a Python number would be inverted and rounded first
+            sums.copy_(torch.div(sums, divisor, rounding_mode="trunc" if _is_integer(sums) else None))
+        write(tensor, total.to(tensor.dtype))
 
     if group.devices is not None and group._on_device(values):
         # Add up in the caller's stream: the allocator returns memory to the stream that allocated it.
@@ -60,3 +70,7 @@ def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
         return group._handed_out(work)
     gathered[1].finish = add_up  # the outputs are contiguous, so this replaces no copy back
     return group._together(gathered, [tensor], opts)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

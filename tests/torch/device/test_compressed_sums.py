@@ -39,8 +39,8 @@ def contribution(rank: int) -> Any:
     return made
 
 
-def sums_on_a_host(contributions: list[Any], operations_before: int) -> tuple[Any, list[Any]]:
-    """The sum by the native kernels, chunk by chunk, and each rank's rounding errors."""
+def averages_on_a_host(contributions: list[Any], operations_before: int) -> tuple[Any, list[Any]]:
+    """The average by the native kernels, chunk by chunk, and each rank's rounding errors."""
     total, lost = torch.empty(COUNT), [torch.empty(COUNT) for _ in contributions]
     for number, begin in enumerate(range(0, COUNT, CHUNK)):
         parts = [each[begin : begin + CHUNK].numpy().copy() for each in contributions]
@@ -55,7 +55,7 @@ def sums_on_a_host(contributions: list[Any], operations_before: int) -> tuple[An
             integers += own
             lost[rank][begin : begin + CHUNK] = torch.from_numpy(errors)
         back = np.empty(count, np.float32)
-        kernels.dequantise_bytes(back, integers, agreed, ranks)
+        kernels.dequantise_bytes(back, integers, agreed, ranks, ranks=ranks)
         total[begin : begin + CHUNK] = torch.from_numpy(back)
     return total, lost
 
@@ -78,12 +78,12 @@ def sums(group: Any, device_api: Any) -> str:
     work.wait()
     inputs = [contribution(each) for each in range(size)]
     chunks = -(-COUNT // CHUNK)
-    first, lost = sums_on_a_host(inputs, 0)
-    second, lost = sums_on_a_host([mine + error for mine, error in zip(inputs, lost, strict=True)], chunks)
-    third, _ = sums_on_a_host(inputs, 2 * chunks)
+    first, lost = averages_on_a_host(inputs, 0)
+    second, lost = averages_on_a_host([mine + error for mine, error in zip(inputs, lost, strict=True)], chunks)
+    third, _ = averages_on_a_host(inputs, 2 * chunks)
     for tensor, due in zip(tensors, (first, second, third), strict=True):
         found = device_api.value(tensor)
-        assert torch.equal(bits(found), bits(due / due.new_full((), size)))
+        assert torch.equal(bits(found), bits(due))
     assert torch.equal(bits(device_api.value(residual)), bits(lost[rank]))
     return str(group.devices.why())
 
@@ -151,10 +151,9 @@ def after_another_path(group: Any, device_api: Any) -> None:
     third.wait()
     fourth.wait()
     greatest = torch.stack([contribution(each) for each in range(size)]).amax(0)
-    due, lost = sums_on_a_host([greatest] * size, 0)
-    due = due / due.new_full((), size)
-    due, lost = sums_on_a_host([due + error for error in lost], -(-COUNT // CHUNK))
-    assert torch.equal(bits(device_api.value(tensor)), bits(due / due.new_full((), size)))
+    due, lost = averages_on_a_host([greatest] * size, 0)
+    due, lost = averages_on_a_host([due + error for error in lost], -(-COUNT // CHUNK))
+    assert torch.equal(bits(device_api.value(tensor)), bits(due))
     assert torch.equal(bits(device_api.value(residual)), bits(lost[rank]))
 
 

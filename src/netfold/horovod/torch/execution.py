@@ -161,24 +161,27 @@ class Engine:
             for item in batch
         ]
         buffer, unpack = self._pack(batch[0].dtype, [item.elements for item in batch], pairs)
-        average = call.op == "avg" and not buffer.is_floating_point()  # integers: the engine averages floats only
-        divisor = self.data.size if average else 1
+        op, factor = self._reduction(call, buffer)
         if call.prescale != 1.0:
             _scale(buffer, call.prescale)
-        works = self._reduce(buffer, "sum" if average else call.op) if buffer.numel() else []
+        works = self._reduce(buffer, op) if buffer.numel() else []
 
         def finish() -> None:
             with torch.inference_mode():  # as in `unpack`
-                if divisor != 1 and call.postscale == 1.0:
-                    buffer.div_(divisor, rounding_mode="trunc")
-                elif divisor != 1 or call.postscale != 1.0:
-                    _scale(buffer, call.postscale / divisor)
+                if factor != 1.0:
+                    _scale(buffer, factor)
             unpack()
 
         transfer = Transfer(works, finish)
         for item in batch:
             if item.handle is not None and transfer not in item.handle.transfers:
                 item.handle.transfers.append(transfer)
+
+    def _reduction(self, call: Call, tensor: Tensor) -> tuple[str, float]:
+        """The engine's operator, and the factor of its result. An average of integers is rounded only once."""
+        if call.op == "avg" and call.postscale != 1.0 and not tensor.is_floating_point():
+            return "sum", call.postscale / self.data.size
+        return call.op, call.postscale
 
     def _reduce(self, buffer: Tensor, op: str) -> list[Work]:
         if buffer.nbytes <= _MAX_DIRECT_BYTES and (self._last is None or self._last.done):
@@ -260,7 +263,8 @@ class Engine:
         _finish_with(handle, works, [into])
 
     def _reducescatter(self, call: Call, handle: Handle) -> None:
-        works, results = [], []
+        works: list[Work] = []
+        results: list[tuple[Tensor, float]] = []
         for tensor in handle.inputs:
             own = _host(tensor)
             if call.prescale != 1.0:
@@ -269,20 +273,18 @@ class Engine:
             # The first ranks get one row more if the rows do not divide.
             counts = [len(own) // self.data.size + (r < len(own) % self.data.size) for r in range(self.data.size)]
             into = own.new_empty((counts[self.data.rank], *own.shape[1:]))
-            op = "sum" if call.op == "avg" and not own.is_floating_point() else call.op
-            results.append(into)
+            op, factor = self._reduction(call, own)
+            results.append((into, factor))
             if own.numel():
                 parts = list(torch.split(own, counts))
                 works.append(self.data.reduce_scatter(parts, into, op=op, asynchronous=True))
 
         def finish() -> None:
-            for into in results:
-                if call.op == "avg" and not into.is_floating_point():
-                    into.copy_(into.double().div_(self.data.size).mul_(call.postscale))
-                elif call.postscale != 1.0:
-                    _scale(into, call.postscale)
+            for into, factor in results:
+                if factor != 1.0:
+                    _scale(into, factor)
 
-        _finish_with(handle, works, results, finish)
+        _finish_with(handle, works, [into for into, _ in results], finish)
 
 
 def _finish_with(

@@ -21,7 +21,7 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
-from netfold.torch.device import arithmetic, byte_format, fixed_point
+from netfold.torch.device import byte_format, fixed_point
 from netfold.torch.device.device_api import DeviceApi, Event, Stream, wait_for
 from netfold.torch.device.host_staging import HostStaging, advance_in_turn
 
@@ -82,14 +82,17 @@ class CompressedSums:
             self.stream.wait_event(event)
         values, *residual = [tensor.detach().reshape(-1) for tensor in (*call.outputs, *call.inputs)]
         parts = [torch.split(tensor, CHUNK_ELEMENTS) for tensor in (values, *residual)]
-        advance_in_turn(self.sum_chunk(*chunk, deadline=deadline) for chunk in zip(*parts, strict=True))
-        if call.average:
-            self._device_api.launch(self.stream, lambda: arithmetic.divide(values, self._group.size))
+        ranks = self._group.size if call.average else 1
+        advance_in_turn(self.sum_chunk(*chunk, ranks=ranks, deadline=deadline) for chunk in zip(*parts, strict=True))
         done: Event = self.stream.record_event()
         return done
 
-    def sum_chunk(self, values: Tensor, residual: Tensor | None = None, *, deadline: float) -> Iterator[None]:
+    def sum_chunk(
+        self, values: Tensor, residual: Tensor | None = None, *, ranks: int = 1, deadline: float
+    ) -> Iterator[None]:
         """Sum `values`, [n] f32, in place, in the stream's order. Yields `YIELDS` times, while it is on the way.
+
+        ranks: what the sum is divided by.
 
         Two chunks may be under way, in one order on all ranks. No values: yields as often.
         """
@@ -114,12 +117,20 @@ class CompressedSums:
         wait_for(known, deadline, group.rank, "all_reduce by i8: the blocks' magnitudes")
         non_finite, f64 = (bool(fact) for fact in facts.view(torch.int32).tolist())
         if non_finite:
-            yield from self._sum_as_i32(values, residual, agreed, deadline)
+            yield from self._sum_as_i32(values, residual, agreed, ranks, deadline)
         else:
-            yield from self._sum_as_i8(values, residual, agreed, key, deadline, f64=f64)
+            yield from self._sum_as_i8(values, residual, agreed, key, ranks, deadline, f64=f64)
 
     def _sum_as_i8(
-        self, values: Tensor, residual: Tensor | None, agreed: Tensor, key: int, deadline: float, *, f64: bool
+        self,
+        values: Tensor,
+        residual: Tensor | None,
+        agreed: Tensor,
+        key: int,
+        ranks: int,
+        deadline: float,
+        *,
+        f64: bool,
     ) -> Iterator[None]:
         device_api, stream, levels = self._device_api, self.stream, self._levels
         integers = device_api.empty(stream, values.numel()).view(torch.int8)
@@ -131,9 +142,13 @@ class CompressedSums:
             )
         total = Prepared("all_reduce", dtype="i8", reduce="sum", outputs=[integers])
         yield from self._staging.between_steps(total, stream, deadline)
-        device_api.launch(stream, lambda: values.copy_(byte_format.dequantise(integers, agreed, levels, f64=f64)))
+        device_api.launch(
+            stream, lambda: values.copy_(byte_format.dequantise(integers, agreed, levels * ranks, f64=f64))
+        )
 
-    def _sum_as_i32(self, values: Tensor, residual: Tensor | None, agreed: Tensor, deadline: float) -> Iterator[None]:
+    def _sum_as_i32(
+        self, values: Tensor, residual: Tensor | None, agreed: Tensor, ranks: int, deadline: float
+    ) -> Iterator[None]:
         """A byte cannot count NaN and Inf. The residual becomes 0."""
         device_api, stream = self._device_api, self.stream
         headroom = fixed_point.headroom_bits(self._group.size)
@@ -144,4 +159,4 @@ class CompressedSums:
         device_api.launch(stream, lambda: integers.copy_(fixed_point.quantise(values, agreed, headroom)))
         total = Prepared("all_reduce", dtype="i32", reduce="sum", outputs=[integers])
         yield from self._staging.between_steps(total, stream, deadline)
-        device_api.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, agreed, headroom)))
+        device_api.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, agreed, headroom, ranks)))

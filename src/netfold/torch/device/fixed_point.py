@@ -59,12 +59,13 @@ def quantise(values: Tensor, exponents: Tensor, headroom: int) -> Tensor:
     return torch.cat(parts) if parts else values.to(torch.int32)
 
 
-def dequantise(integers: Tensor, exponents: Tensor, headroom: int) -> Tensor:
-    """[n] f32: the numbers nearest to `integers`, [n] i32, of their blocks' units."""
+def dequantise(integers: Tensor, exponents: Tensor, headroom: int, ranks: int = 1) -> Tensor:
+    """[n] f32: the numbers nearest to `integers`, [n] i32, of their blocks' units, divided by the ranks."""
     scale = _power_of_two(_units(exponents, headroom))
     parts = []
     for rows, blocks in rows_with_blocks(integers, exponents, scale):
-        plain = (rows.double() * blocks[1]).float()
+        exact = rows.double() * blocks[1]
+        plain = (exact / exact.new_full((), ranks)).float()
         plus, minus = (rows & (_MINUS - 1)) != 0, (rows >> _COUNTER_BITS) != 0
         infinite = torch.where(plus, torch.inf, -torch.inf).masked_fill(plus == minus, torch.nan).float()
         found = torch.where(blocks[0] == _NON_FINITE, infinite, plain)

@@ -16,6 +16,7 @@ hosts. A chunk is a generator, which yields while it is between hosts. All ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.calls import DTYPE_NAMES, Prepared
 from netfold.torch.device import arithmetic, fixed_point, ipc
+from netfold.torch.device.arithmetic import Operator
 from netfold.torch.device.chunks import BLOCK_ELEMENTS, as_bytes
 from netfold.torch.device.compressed_sums import make_compressed_sums, wire_of
 from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
@@ -51,7 +53,7 @@ class IntraHostReducer(Protocol):
     def announce(self, signature: str) -> None:
         """A call begins. Where this needs no further message, ranks whose signatures differ get an error."""
 
-    def scatter(self, values: Tensor, reduce: str, slot: int, deadline: float) -> Tensor:
+    def scatter(self, values: Tensor, operator: Operator, slot: int, deadline: float) -> Tensor:
         """Reduce-scatter `values`. Returns this rank's shard, a view that is valid until `gather`, which sends it.
 
         slot: 0 to `ipc.SLOTS` - 1, in turn. Two chunks may be between `scatter` and `gather`, in one order.
@@ -86,13 +88,15 @@ class NcclReducer:
     def announce(self, signature: str) -> None:
         """Do nothing: ranks whose calls differ wait for each other until the deadline."""
 
-    def scatter(self, values: Tensor, reduce: str, slot: int, deadline: float) -> Tensor:
+    def scatter(self, values: Tensor, operator: Operator, slot: int, deadline: float) -> Tensor:
         whole, shard = self._buffers(values, slot)
         self._device_api.copy(self._stream, whole[: values.numel()], values)
         # The padding after the values is reduced with them. By i8 it must not raise the magnitude of its block.
         if values.numel() < len(whole):
             self._device_api.launch(self._stream, lambda: whole[values.numel() :].zero_())
-        self._nccl_group.reduce_scatter(self._stream, shard, whole, reduce)
+        if operator.scale != 1.0:
+            self._device_api.launch(self._stream, lambda: whole.mul_(operator.scale))
+        self._nccl_group.reduce_scatter(self._stream, shard, whole, operator.name)
         return shard
 
     def gather(self, values: Tensor, slot: int, deadline: float) -> None:
@@ -183,7 +187,7 @@ class IntraHostPath:
             "reduce_scatter": self._reduce_scatter,
         }
         advance_in_turn(chunks[call.kind](call, deadline))
-        if call.average:
+        if call.average and wire_of(self._group, call) != "i32":
             result = _plain(call.outputs[0])
             self._device_api.launch(self.stream, lambda: arithmetic.divide(result, self._group.size))
         done: Event = self.stream.record_event()
@@ -193,10 +197,12 @@ class IntraHostPath:
 
     def _all_reduce(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
         values = _plain(call.outputs[0])
-        sum_up: Callable[[Tensor, str, float], Iterator[None]] = self._sum
+        operator = arithmetic.operator_of(call.reduce, self._group.size, average=call.average)
+        sum_up: Callable[[Tensor, Operator, float], Iterator[None]] = self._sum
         wire = wire_of(self._group, call)
         if wire == "i32":
-            sum_up = self._fixed
+            sum_up = partial(self._fixed, ranks=self._group.size if call.average else 1)
+            operator = Operator(call.reduce)
         elif wire == "i8":
             sum_up = self._sum_by_bytes
         local = len(self._hosts[0])
@@ -205,37 +211,37 @@ class IntraHostPath:
             shard = Prepared("all_reduce", outputs=[values])
             elements = min(elements, local * self.between.elements_a_slot(shard))
         for piece in torch.split(values, _whole_blocks(elements, local)):
-            yield sum_up(piece, call.reduce, deadline)
+            yield sum_up(piece, operator, deadline)
 
-    def _sum(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
+    def _sum(self, values: Tensor, operator: Operator, deadline: float) -> Iterator[None]:
         slot = self._next_slot()
-        shard = self._sums.scatter(values, reduce, slot, deadline)
+        shard = self._sums.scatter(values, operator, slot, deadline)
         if len(shard):
-            peers = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
+            peers = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=operator.name, outputs=[shard])
             yield from self._among_peers(peers, deadline)
         elif self.between is not None:
             yield  # ranks with and without a shard advance alike
         self._sums.gather(values, slot, deadline)
 
-    def _sum_by_bytes(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
+    def _sum_by_bytes(self, values: Tensor, operator: Operator, deadline: float) -> Iterator[None]:
         """Sum in floats inside the hosts, and by i8 between them."""
         slot = self._next_slot()
-        shard = self._sums.scatter(values, reduce, slot, deadline)
+        shard = self._sums.scatter(values, operator, slot, deadline)
         if self._compressed is not None:
             yield from self._compressed.sum_chunk(shard, deadline=deadline)
         self._sums.gather(values, slot, deadline)
 
-    def _fixed(self, values: Tensor, reduce: str, deadline: float) -> Iterator[None]:
+    def _fixed(self, values: Tensor, operator: Operator, deadline: float, *, ranks: int) -> Iterator[None]:
         device_api, stream, headroom = self._device_api, self.stream, fixed_point.headroom_bits(self._group.size)
         count = values.numel()
         found = self._integers(fixed_point.block_count(count))
         device_api.launch(stream, lambda: found.copy_(fixed_point.magnitudes(values)))
-        yield from self._sum(found, "max", deadline)
+        yield from self._sum(found, Operator("max"), deadline)
         integers = self._integers(count)
         device_api.launch(stream, lambda: found.copy_(fixed_point.exponents(found)))
         device_api.launch(stream, lambda: integers.copy_(fixed_point.quantise(values, found, headroom)))
-        yield from self._sum(integers, reduce, deadline)
-        device_api.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, found, headroom)))
+        yield from self._sum(integers, operator, deadline)
+        device_api.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, found, headroom, ranks)))
 
     def _all_gather(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
         own, outputs = as_bytes(call.inputs[0]), [as_bytes(tensor) for tensor in call.outputs]
@@ -258,20 +264,23 @@ class IntraHostPath:
 
     def _reduce_scatter(self, call: Prepared, deadline: float) -> Iterator[Iterator[None]]:
         output, parts = _plain(call.outputs[0]), [_plain(tensor) for tensor in call.inputs]
+        operator = arithmetic.operator_of(call.reduce, self._group.size, average=call.average)
         elements = _whole_blocks(self._sums.chunk_bytes // (len(parts) * output.element_size()), 1)
         for begin in range(0, output.numel(), elements):
             end = begin + elements
-            yield self._scatter_chunk(output[begin:end], [each[begin:end] for each in parts], call.reduce, deadline)
+            yield self._scatter_chunk(output[begin:end], [each[begin:end] for each in parts], operator, deadline)
 
-    def _scatter_chunk(self, output: Tensor, parts: Sequence[Tensor], reduce: str, deadline: float) -> Iterator[None]:
+    def _scatter_chunk(
+        self, output: Tensor, parts: Sequence[Tensor], operator: Operator, deadline: float
+    ) -> Iterator[None]:
         shared = self._shared(parts, deadline)
         sums: Any = self._sums
-        shards = [sums.reduce_part(shared, host[self._position], reduce) for host in self._hosts]
+        shards = [sums.reduce_part(shared, host[self._position], operator) for host in self._hosts]
         if self.between is None:
             self._device_api.copy(self.stream, output, shards[0])
             return
         dtype = DTYPE_NAMES[output.dtype]
-        peers = Prepared("reduce_scatter", dtype=dtype, reduce=reduce, inputs=shards, outputs=[output])
+        peers = Prepared("reduce_scatter", dtype=dtype, reduce=operator.name, inputs=shards, outputs=[output])
         yield from self._among_peers(peers, deadline)
 
     def _shared(self, values: Sequence[Tensor], deadline: float) -> list[list[Tensor]]:

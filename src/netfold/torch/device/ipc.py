@@ -84,18 +84,18 @@ class IpcReducer:
         self._barrier(deadline)
         return shared
 
-    def reduce_part(self, shared: Sequence[Sequence[Tensor]], part: int, reduce: str) -> Tensor:
+    def reduce_part(self, shared: Sequence[Sequence[Tensor]], part: int, operator: arithmetic.Operator) -> Tensor:
         """Reduce part `part` of all ranks' values, in rank order, into this rank's window. Returns it there."""
         sources = [parts[part] for parts in shared]
         result = sources[self._local.rank]
-        self._device_api.launch(self._stream, lambda: result.copy_(arithmetic.reduce_in_order(sources, reduce)))
+        self._device_api.launch(self._stream, lambda: result.copy_(arithmetic.reduce_in_order(sources, operator)))
         return result
 
-    def scatter(self, values: Tensor, reduce: str, slot: int, deadline: float) -> Tensor:
+    def scatter(self, values: Tensor, operator: arithmetic.Operator, slot: int, deadline: float) -> Tensor:
         shared = self.share([values], slot, deadline)
         begin, end = self._shard(values, self._local.rank)
         shards = [[whole[begin:end]] for (whole,) in shared]
-        return self.reduce_part(shards, 0, reduce) if begin < end else values[:0]
+        return self.reduce_part(shards, 0, operator) if begin < end else values[:0]
 
     def gather(self, values: Tensor, slot: int, deadline: float) -> None:
         self._barrier(deadline)

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -63,14 +64,14 @@ struct Buffer {
 // Copies a block that stays on its rank. Both have the same size and may be the same memory.
 void copy_block(const Buffer& to, const Buffer& from);
 
-// Divides a buffer of floats by `ranks`, in place; leaves integers alone.
-void divide(kernels::DType dtype, const Buffer& buffer, int ranks);
-
 // A digest of the sizes of all blocks, in order. Ranks compare it to find that their sizes differ.
 std::uint64_t layout_of(const std::vector<Buffer>& blocks);
 
 // In Call::step_of: the whole call is an average.
 inline constexpr std::uint8_t kStepOfAverage = 0x80;
+
+// What becomes of a sum. partial: a partial mean (kernels/reduce.hpp) of the ranks, for a call inside an average.
+enum class Averaging : std::uint8_t { none = 0, whole = 1, partial = 2 };
 
 // One call of one rank. The buffers are borrowed until the work completes. Each kind uses (P ranks):
 //
@@ -94,7 +95,7 @@ struct Call {
   kernels::DType dtype = kernels::DType::u8;
   Element carried = {};  // what travels as `dtype`, a value from kFirstCarried on; else none
   kernels::ReduceOp reduce = kernels::ReduceOp::sum;
-  bool average = false;  // sum, then divide by the number of ranks (floats)
+  Averaging average = Averaging::none;
   kernels::DType wire = kernels::DType::u8;
   AlgorithmId algorithm = AlgorithmId::direct;
   AlgorithmId between = AlgorithmId::local;  // hierarchical: the algorithm between hosts
@@ -108,6 +109,7 @@ struct Call {
   std::uint8_t step_of = 0;    // of a call inside another call: that call's step(); else 0
   int whole_root = -1;         // of a call inside another call: that call's root
   std::uint64_t layout = 0;    // of a call inside another call: layout_of that call's blocks, where ranks have blocks
+  std::span<const std::uint32_t> ranks_in_tensors;  // of an average, by rank; see ranks_in()
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
   transport::Pipe::GpuLease gpu;  // of a send or receive: its buffer is in this memory of a GPU; null: the host's
@@ -121,6 +123,10 @@ struct Call {
   void set_element(Element of) {
     dtype = carrier(of);
     carried = of != element_of(dtype) ? of : Element{};
+  }
+  // Of how many ranks the tensor of `rank` is the partial mean: more than 1 where each host has reduced before.
+  std::uint32_t ranks_in(int rank) const {
+    return ranks_in_tensors.empty() ? 1 : ranks_in_tensors[static_cast<std::size_t>(rank)];
   }
   // outputs[0]; a send's inputs[0]; empty for a barrier.
   Buffer tensor() const;

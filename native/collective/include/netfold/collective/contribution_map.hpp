@@ -17,15 +17,15 @@
 // the element's width: all bits arrive unchanged, those of a NaN too.
 #pragma once
 
-#include <netfold/collective/call.hpp>
+#include <netfold/collective/reduction.hpp>
 
 namespace netfold::collective {
 
 class ContributionMap {
  public:
-  // Of `call` on the rank at `position` of `ranks`. Borrows the call's buffers. The constructor copies an all_gather's
-  // own block to its output, and contributes it from there.
-  ContributionMap(const Call& call, int position, int ranks);
+  // Of `call` on this rank of `team`. Borrows the call. The constructor copies an all_gather's own block to its
+  // output, and contributes it from there.
+  ContributionMap(const Call& call, const Team& team);
 
   // Of the sequence, in the wire format; 0 where there is nothing to do.
   std::size_t elements() const { return elements_; }
@@ -48,6 +48,7 @@ class ContributionMap {
     const std::byte* from;  // null: zeros
     std::byte* to;          // null: this rank does not need them
   };
+  void put(std::byte* to, const std::byte* from, std::size_t count) const;
   void add(std::size_t bytes, const std::byte* from, std::byte* to);
   // Calls visit(segment, offset in the segment, count, offset in the range) for each segment in the range.
   template <class Visit>
@@ -56,6 +57,9 @@ class ContributionMap {
   kernels::DType dtype_;  // of the tensor; in calls that only move, unsigned integers
   kernels::DType wire_;
   kernels::ReduceOp reduce_;
+  Reduction reduction_;
+  int position_;
+  bool scales_;  // contributions differ from the tensor's values
   std::uint32_t size_digest_ = 0;
   std::size_t elements_ = 0;
   std::vector<Segment> segments_;

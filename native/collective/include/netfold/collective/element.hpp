@@ -11,19 +11,18 @@ namespace netfold::collective {
 // The numeric values travel in messages and packets: append only. The first ones are the dtypes of the kernels; the
 // others travel as one of those (`carrier`).
 enum class Element : std::uint8_t {
-  boolean = 16,
-  c32 = 17,
-  c64 = 18,
-  c128 = 19,
-  float8_e4m3fn = 20,
-  float8_e4m3fnuz = 21,
-  float8_e5m2 = 22,
-  float8_e5m2fnuz = 23,
-  float8_e8m0fnu = 24,
-  float4_e2m1fn_x2 = 25,
+  c32 = 16,
+  c64 = 17,
+  c128 = 18,
+  float8_e4m3fn = 19,
+  float8_e4m3fnuz = 20,
+  float8_e5m2 = 21,
+  float8_e5m2fnuz = 22,
+  float8_e8m0fnu = 23,
+  float4_e2m1fn_x2 = 24,
 };
 inline constexpr int kFirstCarried = 16;
-inline constexpr int kElementCount = 26;
+inline constexpr int kElementCount = 25;
 static_assert(kernels::kDTypeCount <= kFirstCarried);
 
 constexpr Element element_of(kernels::DType dtype) { return static_cast<Element>(dtype); }

@@ -30,7 +30,7 @@ struct MessageHeader {
   std::uint8_t is_abort = 0;
   std::uint16_t table = 0;
   std::int32_t root = 0;  // packed_root; of an abort: the rank at fault, -1 if unknown
-  std::uint8_t average = 0;
+  Averaging average = Averaging::none;
   AlgorithmId between = {};
   std::uint8_t step_of = 0;  // Call::step_of
   std::uint8_t reserved = 0;

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <netfold/collective/message.hpp>
+#include <netfold/collective/reduction.hpp>
 #include <netfold/collective/team.hpp>
 
 #include <optional>
@@ -56,12 +57,17 @@ class PipelinedPlan : public Algorithm {
     bool finished = false;
   };
   // Received in place; with an operand: into = operand + arrived (`arrived_first`: arrived + operand).
+  // arrived_of, operand_of: the position whose tensor's values these are; Reduction::kSum: a sum of several.
+  // finishes: the result has the values of all ranks.
   struct Receive {
     std::byte* into = nullptr;
     std::size_t bytes = 0;
     const std::byte* operand = nullptr;
     bool arrived_first = false;
     Mark after;
+    int arrived_of = Reduction::kSum;
+    int operand_of = Reduction::kSum;
+    bool finishes = false;
   };
 
   // Borrows call and mesh for its lifetime.
@@ -181,6 +187,7 @@ class PipelinedPlan : public Algorithm {
   const Call& call_;
   transport::Mesh& mesh_;
   Team team_;
+  Reduction reduction_;
   std::size_t element_bytes_;
   std::size_t wire_element_bytes_;
   bool converts_;

@@ -77,7 +77,9 @@ void quantise(std::int32_t* dst, const float* src, std::size_t count, const std:
               std::size_t first_element = 0, const Table& table = active_table());
 
 // dst[i] = the float32 nearest to src[i] units of its block: the inverse of quantise, for a sum. `dst` may equal `src`.
+// ranks: for an average, the float32 nearest to that divided by so many. No step in between overflows.
 void dequantise(float* dst, const std::int32_t* src, std::size_t count, const std::int16_t* exponents,
-                int headroom_bits, std::size_t first_element = 0, const Table& table = active_table());
+                int headroom_bits, std::uint32_t ranks = 1, std::size_t first_element = 0,
+                const Table& table = active_table());
 
 }  // namespace netfold::kernels

@@ -41,7 +41,7 @@ std::uint64_t rounding_key(std::uint32_t operation, std::uint32_t worker);
 void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t count, const std::int32_t* magnitudes,
                     int levels, std::uint64_t key, const Table& table = active_table());
 
-// dst[i] = src[i] units of its block. `dst` may begin where `src` does.
+// dst[i] = src[i] units of its block. `dst` may begin where `src` does. levels: of an average, times the ranks.
 void dequantise_bytes(float* dst, const std::int8_t* src, std::size_t count, const std::int32_t* magnitudes, int levels,
                       const Table& table = active_table());
 

@@ -24,8 +24,10 @@ enum class DType : std::uint8_t {
   // exactly, and i64 every integer (u64 with its top bit flipped keeps its order).
   f64_i64 = 12,
   i64_i64 = 13,
+  // A byte: false is 0, true any other value. Reductions write 0 and 1.
+  boolean = 14,
 };
-inline constexpr int kDTypeCount = 14;
+inline constexpr int kDTypeCount = 15;
 
 enum class ReduceOp : std::uint8_t {
   sum = 0,
@@ -63,6 +65,7 @@ constexpr std::size_t element_bytes(DType dtype) {
       return 2;
     case DType::i8:
     case DType::u8:
+    case DType::boolean:
       return 1;
   }
   return 0;
