@@ -72,7 +72,8 @@ ControlStream::ControlStream(const SwitchAddress& to, std::int64_t deadline_ns) 
   addrinfo* found = nullptr;
   const int unknown = ::getaddrinfo(to.host.c_str(), std::to_string(to.port).c_str(), &hints, &found);
   if (unknown != 0) {
-    throw ConnectError(": '" + to.host + "' is no host that is known here (" + ::gai_strerror(unknown) + ")");
+    throw ConnectError(": '" + to.host + "' is no host that is known here (" + ::gai_strerror(unknown) +
+                       "); correct the name, or give the address");
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owned(found, ::freeaddrinfo);
   int error = EADDRNOTAVAIL;
@@ -83,11 +84,14 @@ ControlStream::ControlStream(const SwitchAddress& to, std::int64_t deadline_ns) 
     if (error == 0) peer_ = address_of(*each);
   }
   if (error == ECONNREFUSED) {
-    throw ConnectError(" refused the connection: nothing listens there. Start it with `netfold switch --listen " +
+    throw ConnectError(" refused the connection: nothing listens there; start it with `netfold switch --listen " +
                        to.endpoint() + "`, or unset NETFOLD_SWITCH to use host algorithms");
   }
   if (error == ETIMEDOUT) throw Unanswered();
-  if (error != 0) throw ConnectError(std::string(" cannot be reached: ") + std::strerror(error));
+  if (error != 0) {
+    throw ConnectError(std::string(" cannot be reached: ") + std::strerror(error) +
+                       "; check the address and this host's routes");
+  }
   // A small message behind the handshake would wait 40 ms for the peer's delayed acknowledgement.
   const int no_delay = 1;
   ::setsockopt(connected.get(), IPPROTO_TCP, TCP_NODELAY, &no_delay, sizeof no_delay);
@@ -115,13 +119,14 @@ void ControlStream::shake_hands(const std::string& fingerprint, std::int64_t dea
   } catch (const std::exception& error) {
     throw ConnectError(std::string(" did not shake hands (") + error.what() +
                        "): is it a netfold switch, started with --token-file? One that is open speaks no TLS and has "
-                       "no fingerprint");
+                       "no fingerprint; check the address; for an open switch, leave #fingerprint out and unset "
+                       "NETFOLD_TOKEN_FILE");
   }
   if (found != fingerprint) {
     throw ConnectError(" is not the one that NETFOLD_SWITCH names: its certificate's fingerprint is " + found +
                        ", not " + fingerprint +
                        ". Either it was started again without --state-dir, or somebody else answers there; nothing was "
-                       "sent");
+                       "sent; if it is yours, set NETFOLD_SWITCH to what it says when it starts");
   }
 }
 

@@ -171,7 +171,7 @@ void require_keys(const JoinRequest& request, const SwitchAddress& to) {
   throw std::runtime_error("rank " + std::to_string(request.rank) + ": the switch at " + to.endpoint() +
                            " has no keys, and NETFOLD_SECURITY=" +
                            (request.security == auth::Security::encrypt ? "encrypt" : "authenticate") +
-                           ": start it with --token-file, and name it with its fingerprint");
+                           "; start it with --token-file, and name it with its fingerprint");
 }
 
 // Runs `ask(deadline_ns)`, which talks to the switch, and explains its errors.
@@ -186,13 +186,13 @@ auto explained(const JoinRequest& request, Ask ask) {
     throw std::runtime_error(
         name +
         ": NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: no certificate proves which "
-        "switch answers there. Set NETFOLD_SWITCH to all of what the switch says when it "
+        "switch answers there; set NETFOLD_SWITCH to all of what the switch says when it "
         "starts, host:port#fingerprint");
   }
   const std::string missing = is_pinned ? auth::unavailable_reason() + tls_unavailable_reason() : "";
   if (!missing.empty()) {
     throw std::runtime_error(name + " wants packets to be authenticated, and this host cannot: " + missing +
-                             ". Without it only a switch with --open can be joined");
+                             "; without it only a switch with --open can be joined");
   }
   try {
     return ask(deadline_ns);
@@ -200,16 +200,19 @@ auto explained(const JoinRequest& request, Ask ask) {
     throw std::runtime_error(name + error.what());
   } catch (const Unanswered&) {
     throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
-                             "; is the address right?");
+                             "; check the address, and whether a firewall drops what this host sends there");
   } catch (const TimedOut&) {
+    const bool alone = request.ranks.size() == 1;
     throw std::runtime_error(name + " did not answer within " + seconds(request.timeout_ns) +
-                             ": either it is no netfold switch, or not all of the " +
-                             std::to_string(request.ranks.size()) + " ranks joined");
+                             ": either it is no netfold switch, or " +
+                             (alone ? "it is stopped; check the address"
+                                    : "not all of the " + std::to_string(request.ranks.size()) +
+                                          " ranks joined; check the address, and that every rank of the job started"));
   } catch (const ReplyError& error) {
     throw std::runtime_error(name + " " + error.what());
   } catch (const std::exception& error) {
     throw std::runtime_error(
-        name + " is no netfold switch, or it stopped while this rank joined: " + error.what() +
+        name + " is no netfold switch, or it stopped while this rank joined: " + error.what() + "; check the address" +
         (is_pinned ? "" : "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"));
   }
 }

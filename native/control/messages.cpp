@@ -50,7 +50,10 @@ void check_reply(const Value& message, std::string_view kind, bool is_first) {
     const std::string problem = version_problem(message);
     if (!problem.empty()) throw ReplyError("cannot be joined: " + problem);
   }
-  if (type == "refused") throw ReplyError("refused: " + text_of(message, "reason"));
+  if (type == "refused") {
+    const std::string remedy = text_of(message, "remedy");
+    throw ReplyError("refused: " + text_of(message, "reason") + (remedy.empty() ? "" : "; " + remedy));
+  }
   if (type != kind) {
     throw ProtocolError("expected '" + std::string(kind) + "', got '" + text_of(message, "type") + "'");
   }

@@ -16,7 +16,12 @@ class RendezvousError(NetfoldError):
 
 
 class SwitchError(NetfoldError):
-    """The switch refused, or cannot be reached."""
+    """The switch refused, or cannot be reached. what: without its remedy. remedy: what to try; "" where unknown."""
+
+    def __init__(self, what: str, *, remedy: str = "") -> None:
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
 
 
 class PeerLost(NetfoldError):  # noqa: N818 - named after the event, as ConnectionReset is

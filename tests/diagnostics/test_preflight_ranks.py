@@ -17,7 +17,9 @@ import pytest
 from load import seconds
 from ranks import run_command, run_ranks, running_switch, values
 
-from netfold.diagnostics.preflight import links
+from netfold.diagnostics.preflight import apply_rules, facts, links
+from netfold.diagnostics.preflight.gather import check_alone
+from netfold.diagnostics.preflight.rules import Level
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_client import query_quota
 
@@ -114,13 +116,70 @@ def test_ranks_that_cannot_form_a_group_get_the_reason_in_a_sentence() -> None:
     assert run.stderr.startswith("netfold doctor check: rank 0 cannot use the fabric 'nosuch'"), run.stderr
 
 
-def test_a_preflight_of_one_rank_reports_an_absent_switch() -> None:
-    environment = {**os.environ, "NETFOLD_SWITCH": "127.0.0.1:9"}
-    run = run_command("doctor", "check", "--output", "json", env=environment)
-    assert run.returncode == 1, run.stderr
-    said = json.loads(run.stdout)
-    assert "nothing listens there" in said["findings"][0]["what"]
-    assert said["findings"][0]["level"] == "fails"
+# By cause: NETFOLD_SWITCH, with the fields of `switches` below; the token's file; the error; what to try.
+CAUSES = {
+    "nothing listens": ("127.0.0.1:9", "", "nothing listens there", "start it with"),
+    "no such host": ("nosuch.invalid:7171", "", "no host that is known here", "correct the name"),
+    "it does not answer": ("{mute}", "", "did not answer", "check the address"),
+    "another program": ("{other}", "", "is no netfold switch", "check the address"),
+    "no fingerprint": ("{bare}", "token", "has no fingerprint", "host:port#fingerprint"),
+    "another fingerprint": ("{bare}#" + "ab" * 32, "token", "is not the one", "what it says when it starts"),
+    "no token": ("{switch}", "", "requires a token", "set NETFOLD_TOKEN_FILE"),
+    "another token": ("{switch}", "another", "does not know the token", "--token-file lists"),
+    "a token's file is absent": ("{switch}", "absent", "No such file", "write the token"),
+    "a token that all can read": ("{switch}", "open", "can be read by others", "mode 600"),
+    "no token's text": ("{switch}", "short", "a token is 32 to 256", "write the token"),
+    "an open switch": ("{open}#" + "ab" * 32, "token", "did not shake hands", "leave #fingerprint out"),
+}
+
+
+@pytest.fixture(scope="module")
+def switches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder with token files, and endpoints: of a switch with tokens, of an open one and of what is no switch."""
+    folder = tmp_path_factory.mktemp("tokens")
+    token = "a" * 31 + "1"
+    texts = {"tokens": f"vision {token}\n", "token": token, "another": "b" * 32, "short": "b", "open": token}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o644 if name == "open" else 0o600)
+    with contextlib.ExitStack() as stack:
+        mute, other = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        threading.Thread(target=close_all, args=(other,), daemon=True).start()
+        stack.callback(other.shutdown, socket.SHUT_RDWR)
+        switch = stack.enter_context(running_switch("--token-file", str(folder / "tokens"))).endpoint
+        yield (
+            folder,
+            {
+                "switch": switch,
+                "bare": switch.partition("#")[0],
+                "open": stack.enter_context(running_switch()).endpoint,
+                "mute": f"127.0.0.1:{mute.getsockname()[1]}",
+                "other": f"127.0.0.1:{other.getsockname()[1]}",
+            },
+        )
+
+
+def close_all(server: socket.socket) -> None:
+    """Accept connections and close them, until the server is shut down."""
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_remedy_is_that_of_the_cause(
+    cause: str, switches: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, endpoints = switches
+    address, token, what, remedy = CAUSES[cause]
+    monkeypatch.setenv("NETFOLD_SWITCH", address.format(**endpoints))
+    if token:
+        monkeypatch.setenv("NETFOLD_TOKEN_FILE", str(folder / token))
+    monkeypatch.setattr(facts, "SWITCH_S", 0.5 if cause == "it does not answer" else 10.0)
+    (finding,) = [each for each in apply_rules(check_alone()) if each.where == "rank 0"]
+    assert finding.level is Level.FAIL
+    assert what in finding.what and remedy in finding.remedy, finding
+    assert remedy not in finding.what, finding
 
 
 @contextlib.contextmanager

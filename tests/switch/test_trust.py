@@ -101,7 +101,7 @@ def test_an_unknown_token_is_refused_and_not_quoted(switch: RunningSwitch, tmp_p
 
 def test_a_join_without_a_token_is_refused(switch: RunningSwitch) -> None:
     refused(
-        run_threads(add, 2, Options(switch=switch.endpoint)), "requires a token, and none came: set NETFOLD_TOKEN_FILE"
+        run_threads(add, 2, Options(switch=switch.endpoint)), "requires a token, and none came; set NETFOLD_TOKEN_FILE"
     )
 
 

@@ -28,7 +28,7 @@ from netfold.communicator.switch_tree import path_message, trees_of
 from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import control_messages, packet_keys
-from netfold.switch_protocol.control_client import GRACE_S, ControlClient, SwitchAccess, UnreachableError, connected
+from netfold.switch_protocol.control_client import GRACE_S, ControlClient, SwitchAccess, connected
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 from netfold.switch_protocol.data_path import PathError, open_path
 
@@ -107,13 +107,10 @@ class Membership:
         }
         if access.security == "encrypt":
             message["encrypt"] = True
-        try:
-            with connected(access, endpoint or access.endpoint, timeout_s) as client:
-                self = cls(client, access.rank, access.workers)
-                self._join(message, access.window_bytes, access.fabric, deadline)
-                return self
-        except UnreachableError as error:
-            raise SwitchError(str(error)) from None
+        with connected(access, endpoint or access.endpoint, timeout_s) as client:
+            self = cls(client, access.rank, access.workers)
+            self._join(message, access.window_bytes, access.fabric, deadline)
+            return self
 
     def _join(self, message: Message, window_bytes: int, fabric: str | None, deadline: float) -> None:
         client = self._client

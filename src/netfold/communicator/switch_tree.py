@@ -55,7 +55,7 @@ def query_path_to_root(access: SwitchAccess, timeout_s: float) -> PathToRoot:
     """
     deadline = time.monotonic() + timeout_s
     candidates = [access.endpoint, *_known_parents.get(access.endpoint, ())]
-    failure = ""
+    failure: SwitchError | None = None
     for place, candidate in enumerate(candidates):
         left_s = max(0.1, deadline - time.monotonic())
         if place + 1 < len(candidates):
@@ -66,14 +66,15 @@ def query_path_to_root(access: SwitchAccess, timeout_s: float) -> PathToRoot:
                 path = PathToRoot.parse(client.expect("path", time.monotonic() + left_s, is_first=True), candidate)
                 client.close()
         except UnreachableError as error:
-            failure = failure or str(error)
+            failure = failure or error
             continue
         for each in path.endpoints:
             access.require_keys(each)
         if failure:
             log.warning("%s; joins the one above it, at %s", failure, client.endpoint)
         return path
-    raise SwitchError(failure)
+    assert failure is not None  # there is a candidate, and none was reached
+    raise failure
 
 
 def common_tree(paths: Sequence[PathToRoot], ranks: Sequence[int]) -> list[list[int]]:

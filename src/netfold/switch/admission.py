@@ -173,10 +173,12 @@ class Admission:
             return DEFAULT_TENANT
         credential = message.get("credential")
         if not isinstance(credential, bytes):
-            raise RefusedError("token", "this switch requires a token, and none came: set NETFOLD_TOKEN_FILE")
+            remedy = "set NETFOLD_TOKEN_FILE to a file with a token of this switch"
+            raise RefusedError("token", "this switch requires a token, and none came", remedy)
         tenant = self._credentials.find(credential)
         if tenant is None:
-            raise RefusedError("token", "this switch does not know the token of NETFOLD_TOKEN_FILE")
+            remedy = "write one there that its --token-file lists; after a change of that file, the switch needs SIGHUP"
+            raise RefusedError("token", "this switch does not know the token of NETFOLD_TOKEN_FILE", remedy)
         return tenant
 
     def admit(

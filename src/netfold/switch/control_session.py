@@ -53,8 +53,11 @@ class ControlSessions:
         except RefusedError as refusal:
             self._ledger.refusals[refusal.kind] += 1
             event(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
-            loop = {"loop": True} if refusal.kind == "loop" else {}
-            refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
+            refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal)}
+            if refusal.kind == "loop":
+                refused["loop"] = True
+            if refusal.remedy:
+                refused["remedy"] = refusal.remedy
             await send(connection.writer, refused)
         except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"

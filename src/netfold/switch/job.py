@@ -26,11 +26,13 @@ class RefusedError(Exception):
     """The switch refuses a worker or a job; the worker gets the text.
 
     kind: the reason as a short label, for counting.
+    remedy: what the worker's user may try; "" where the reason says it.
     """
 
-    def __init__(self, kind: str, reason: str) -> None:
+    def __init__(self, kind: str, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.kind = kind
+        self.remedy = remedy
 
 
 @dataclass

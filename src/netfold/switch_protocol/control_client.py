@@ -30,8 +30,8 @@ GRACE_S = 2.0
 UDP_S, _UDP_TRIES = 1.0, 5
 
 
-class UnreachableError(Exception):
-    """Nobody answers at the switch's address. The text is a whole sentence for a SwitchError."""
+class UnreachableError(SwitchError):
+    """Nobody answers at the switch's address."""
 
 
 class ControlClient:
@@ -133,7 +133,8 @@ class SwitchAccess:
         if self.security != "none" and fingerprint is None:
             raise SwitchError(
                 f"rank {self.rank}: the switch at {format_endpoint(host, port)} has no keys, and "
-                f"NETFOLD_SECURITY={self.security}: start it with --token-file, and name it with its fingerprint"
+                f"NETFOLD_SECURITY={self.security}",
+                remedy="start it with --token-file, and name it with its fingerprint",
             )
 
 
@@ -151,8 +152,8 @@ def connected(access: SwitchAccess, endpoint: str, timeout_s: float) -> Iterator
     credential = _credential(name, access.token_file, fingerprint)
     if fingerprint is not None and auth.unavailable_reason():
         raise SwitchError(
-            f"{name} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}. Without it "
-            "only a switch with --open can be joined"
+            f"{name} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}",
+            remedy="without it only a switch with --open can be joined",
         )
     stream = _connect(name, host, port, address, timeout_s)
     client = ControlClient(_authenticate(name, stream, fingerprint), address, name, credential)
@@ -160,17 +161,20 @@ def connected(access: SwitchAccess, endpoint: str, timeout_s: float) -> Iterator
         yield client
     except TimeoutError:
         client.close()
+        alone = len(access.workers) == 1
+        missing = "it is stopped" if alone else f"not all of the {len(access.workers)} ranks joined"
         raise SwitchError(
-            f"{name} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
-            f"{len(access.workers)} ranks joined"
+            f"{name} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or {missing}",
+            remedy="check the address" + ("" if alone else ", and that every rank of the job started"),
         ) from None
     except ReplyError as error:
         client.close()
-        raise SwitchError(f"{name} {error}") from None
+        raise SwitchError(f"{name} {error}", remedy=error.remedy) from None
     except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
         client.close()
         hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"
-        raise SwitchError(f"{name} is no netfold switch, or it stopped while this rank joined: {error}{hint}") from None
+        what = f"{name} is no netfold switch, or it stopped while this rank joined: {error}"
+        raise SwitchError(what, remedy=f"check the address{hint}") from None
     except BaseException:
         client.close()
         raise
@@ -202,20 +206,17 @@ def query_quota(
     Raises SwitchError where the switch cannot be asked, or refuses.
     """
     deadline = time.monotonic() + timeout_s
-    try:
-        with connected(SwitchAccess(endpoint, token_file, rank, (rank,)), endpoint, timeout_s) as client:
-            client.send_first({"type": "quota", **({"udp": True} if udp else {})})
-            reply = client.expect("quota", deadline, is_first=True)
-            quota = AvailableQuota(
-                **{name: int(reply[name]) for name in ("jobs", "workers", "memory_bytes", "slots")},
-                udp_error=client.udp_error(reply["udp"]) if "udp" in reply else "",
-                buffer_bytes=int(reply.get("buffer_bytes", 0)),
-                window_bytes=int(reply.get("window_bytes", 0)),
-                threads=max(1, int(reply.get("threads", 1))),
-            )
-            client.close()
-    except UnreachableError as error:
-        raise SwitchError(str(error)) from None
+    with connected(SwitchAccess(endpoint, token_file, rank, (rank,)), endpoint, timeout_s) as client:
+        client.send_first({"type": "quota", **({"udp": True} if udp else {})})
+        reply = client.expect("quota", deadline, is_first=True)
+        quota = AvailableQuota(
+            **{name: int(reply[name]) for name in ("jobs", "workers", "memory_bytes", "slots")},
+            udp_error=client.udp_error(reply["udp"]) if "udp" in reply else "",
+            buffer_bytes=int(reply.get("buffer_bytes", 0)),
+            window_bytes=int(reply.get("window_bytes", 0)),
+            threads=max(1, int(reply.get("threads", 1))),
+        )
+        client.close()
     return quota
 
 
@@ -227,15 +228,20 @@ def _connect(name: str, host: str, port: int, address: str, timeout_s: float) ->
         return stream
     except ConnectionRefusedError:
         raise UnreachableError(
-            f"{name} refused the connection: nothing listens there. Start it with `netfold switch --listen {address}`, "
-            "or unset NETFOLD_SWITCH to use host algorithms"
+            f"{name} refused the connection: nothing listens there",
+            remedy=f"start it with `netfold switch --listen {address}`, or unset NETFOLD_SWITCH to use host algorithms",
         ) from None
     except socket.gaierror as error:
-        raise SwitchError(f"{name}: {host!r} is no host that is known here ({error.strerror})") from None
+        what = f"{name}: {host!r} is no host that is known here ({error.strerror})"
+        raise SwitchError(what, remedy="correct the name, or give the address") from None
     except TimeoutError:
-        raise UnreachableError(f"{name} did not answer within {timeout_s:.1f} s; is the address right?") from None
+        raise UnreachableError(
+            f"{name} did not answer within {timeout_s:.1f} s",
+            remedy="check the address, and whether a firewall drops what this host sends there",
+        ) from None
     except OSError as error:
-        raise UnreachableError(f"{name} cannot be reached: {error.strerror or error}") from None
+        what = f"{name} cannot be reached: {error.strerror or error}"
+        raise UnreachableError(what, remedy="check the address and this host's routes") from None
 
 
 def _authenticate(name: str, stream: socket.socket, fingerprint: str | None) -> socket.socket:
@@ -247,13 +253,15 @@ def _authenticate(name: str, stream: socket.socket, fingerprint: str | None) -> 
     except FingerprintError as error:
         raise SwitchError(
             f"{name} is not the one that NETFOLD_SWITCH names: {error}. Either it was started again without "
-            "--state-dir, or somebody else answers there; nothing was sent"
+            "--state-dir, or somebody else answers there; nothing was sent",
+            remedy="if it is yours, set NETFOLD_SWITCH to what it says when it starts",
         ) from None
     except (EOFError, OSError) as error:  # ssl.SSLError is an OSError
         what = error.reason if isinstance(error, ssl.SSLError) else error
         raise SwitchError(
             f"{name} did not shake hands ({what}): is it a netfold switch, started with --token-file? One that is open "
-            "speaks no TLS and has no fingerprint"
+            "speaks no TLS and has no fingerprint",
+            remedy="check the address; for an open switch, leave #fingerprint out and unset NETFOLD_TOKEN_FILE",
         ) from None
 
 
@@ -263,13 +271,14 @@ def _credential(name: str, token_file: str | None, fingerprint: str | None) -> b
     if fingerprint is None:
         raise SwitchError(
             f"{name}: NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: no certificate proves "
-            "which switch answers there. Set NETFOLD_SWITCH to all of what the switch says when it starts, "
-            "host:port#fingerprint"
+            "which switch answers there",
+            remedy="set NETFOLD_SWITCH to all of what the switch says when it starts, host:port#fingerprint",
         )
     try:
         token = control_messages.read_private(token_file).strip()
         control_messages.check_token(token)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise SwitchError(f"{name}: NETFOLD_TOKEN_FILE={token_file}: {why}") from None
+        remedy = "write the token that the switch's operator gave you there, and let nobody else read it (mode 600)"
+        raise SwitchError(f"{name}: NETFOLD_TOKEN_FILE={token_file}: {why}", remedy=remedy) from None
     return control_messages.credential_of(token, fingerprint)

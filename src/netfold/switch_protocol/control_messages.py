@@ -140,11 +140,13 @@ class ReplyError(Exception):
     """The switch refused a request, or this process cannot use its reply. The text is a sentence without its subject.
 
     loop: the switch's parents form a circle.
+    remedy: what to try; "" where the text says it or nobody knows.
     """
 
-    def __init__(self, text: str, *, loop: bool = False) -> None:
+    def __init__(self, text: str, *, loop: bool = False, remedy: str = "") -> None:
         super().__init__(text)
         self.loop = loop
+        self.remedy = remedy
 
 
 def encode(message: Message) -> bytes:
@@ -215,7 +217,8 @@ def check_reply(message: Message, kind: str, *, us: str, is_first: bool = True) 
         if problem:
             raise ReplyError(f"cannot be joined: {problem}")
     if message["type"] == "refused":
-        raise ReplyError(f"refused: {message.get('reason')}", loop=bool(message.get("loop")))
+        remedy = str(message.get("remedy", ""))
+        raise ReplyError(f"refused: {message.get('reason')}", loop=bool(message.get("loop")), remedy=remedy)
     if message["type"] != kind:
         raise ProtocolError(f"expected {kind!r}, got {message['type']!r}")
 

@@ -18,7 +18,7 @@ import psutil
 from netfold.bootstrap.addresses import Interfaces, interface_of, interfaces_before_job
 from netfold.bootstrap.fabric import preview_transport
 from netfold.communicator import Options
-from netfold.errors import NetfoldError
+from netfold.errors import NetfoldError, SwitchError
 from netfold.switch_protocol.control_client import query_quota
 from netfold.switch_protocol.control_messages import switches_of
 
@@ -47,6 +47,8 @@ class SwitchQuota:
     window_bytes: int = 0
     threads: int = 1
     """Threads that handle packets. A group that names the switch n times uses n of them."""
+    remedy: str = ""
+    """What to try about `error`."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def _quota(endpoint: str, options: Options, rank: int) -> SwitchQuota:
     by_udp = options.fabric is None
     try:
         quota = query_quota(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
+    except SwitchError as error:
+        return SwitchQuota(bare, error=error.what, remedy=error.remedy)
     except (NetfoldError, ValueError) as error:
         return SwitchQuota(bare, error=str(error))
     return SwitchQuota(bare, "", *(quota if by_udp else quota._replace(buffer_bytes=0, window_bytes=0)))

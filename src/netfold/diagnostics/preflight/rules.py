@@ -162,9 +162,11 @@ def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
         quotas = {
             facts.rank: quota for facts in gathered.facts for quota in facts.switches if quota.endpoint == endpoint
         }
-        instead = "or unset NETFOLD_SWITCH to use host algorithms"
-        yield from _errors({rank: quota.error for rank, quota in quotas.items()}, f"start it, {instead}")
-        remedy = f"let UDP pass both ways between these hosts and the switch, {instead}"
+        for remedy in sorted({quota.remedy for quota in quotas.values()}):
+            errors = {rank: quota.error for rank, quota in quotas.items() if quota.remedy == remedy}
+            yield from _errors(errors, remedy or "see the log of the switch")
+        remedy = "let UDP pass both ways between these hosts and the switch, or unset NETFOLD_SWITCH to use host"
+        remedy += " algorithms"
         yield from _errors({rank: quota.udp_error for rank, quota in quotas.items()}, remedy)
         known = [quota for quota in quotas.values() if not quota.error]
         if not known:
