@@ -313,7 +313,7 @@ def test_a_rank_without_a_token_or_with_another_fingerprint_keeps_all_off_the_sw
         assert all("rank 2: " in text and "fingerprint" in text for text in foreign), foreign
         found = values(run_ranks(with_tokens, 3, env={**ENV, **good, "NETFOLD_SECURITY": "encrypt"}))
         assert all("CollNet uses the switch" in text for text in found)
-        switch.wait_for("event=started .*packets encrypted")
+        switch.wait_for("event=started .*encrypted=yes")
         assert TOKEN not in " ".join(absent + foreign) + switch.log()
 
 

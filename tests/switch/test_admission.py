@@ -73,7 +73,7 @@ def test_each_job_releases_its_grants() -> None:
         assert settles(lambda: descriptors() < after_ten + 5), (descriptors(), after_ten)
         epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+) starts", switch.log())]
         assert epochs == sorted(set(epochs)), "an epoch is never given twice"
-        windows = re.findall(r"window (\d+ x \d+) bytes", switch.log())
+        windows = re.findall(r"window=(\d+ payload_bytes=\d+)", switch.log())
         assert len(windows) == 30 and len(set(windows)) == 1, "a later job found less room"
 
 

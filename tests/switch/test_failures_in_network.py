@@ -294,8 +294,10 @@ def test_foreign_packets_change_no_sum_and_no_other_job() -> None:
                 return works_until(place, 2, f"{folder}/{job}", switch.endpoint, over)
             try:
                 generator = np.random.default_rng(seed)
-                ports = [int(port) for port in switch.wait_for(r"data port (\d+)", count=2)]
-                lengths = [int(each) + protocol.HEADER_BYTES for each in re.findall(r"x (\d+) bytes", switch.log())]
+                ports = [int(port) for port in switch.wait_for(r" port=(\d+)", count=2)]
+                lengths = [
+                    int(each) + protocol.HEADER_BYTES for each in re.findall(r"payload_bytes=(\d+)", switch.log())
+                ]
                 deadline = time.monotonic() + 2.0
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
                     while time.monotonic() < deadline:
@@ -324,7 +326,7 @@ def test_replayed_packets_of_the_job_itself_change_no_sum() -> None:
             if rank < 2:
                 return works_until(rank, 2, folder, switch.endpoint, over)
             try:
-                port = int(switch.wait_for(r"data port (\d+)")[0])
+                port = int(switch.wait_for(r" port=(\d+)")[0])
                 deadline = time.monotonic() + 2.0
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
                     while time.monotonic() < deadline:

@@ -454,7 +454,7 @@ def test_a_restarted_switch_is_used_again_and_lost_again(caplog: pytest.LogCaptu
         port = first.port
         lives = threading.Thread(target=lambda: (busy(first), first.die(), live_and_die(port)))
         lives.start()
-        found = values(run_threads(lambda *rank: until(*rank, first.endpoint, over, rejoin_s=1), 3, timeout_s=60))
+        found = values(run_threads(lambda *rank: until(*rank, first.endpoint, over, rejoin_s=0.1), 3, timeout_s=60))
         lives.join()
     assert all(each == found[0] for each in found)
     assert returns(found[0]) >= 4

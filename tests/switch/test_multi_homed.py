@@ -42,7 +42,7 @@ def test_data_ports_are_only_on_the_address_where_the_switch_listens() -> None:
         def bound(rank: int, size: int, folder: str) -> list[str]:
             options = Options(switch=switch.endpoint)
             with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20) as group:
-                (port,) = set(switch.wait_for(r"data port (\d+)"))
+                (port,) = set(switch.wait_for(r" port=(\d+)"))
                 group.barrier()
                 addresses = [line.split()[1] for line in Path("/proc/net/udp").read_text().splitlines()[1:]]
                 group.barrier()

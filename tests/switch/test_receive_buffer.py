@@ -85,7 +85,7 @@ def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
 
     assert values(run_threads(add, 2, timeout_s=60)) == [1999.0] * 2
     # The job: one warning at the switch and one at its first rank, with the window that it got.
-    ((window, payload),) = switch.wait_for(r"window (\d+) x (\d+) bytes")
+    ((window, payload),) = switch.wait_for(r"window=(\d+) payload_bytes=(\d+)")
     shortfall = expected.window_shortfall(2, int(payload))
     assert f"a window of {window} packets of {payload} bytes" in shortfall
     (line,) = switch.wait_for(r"level=warning event=buffer .*")

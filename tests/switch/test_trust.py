@@ -380,9 +380,18 @@ def test_tokens_let_a_switch_listen_to_a_network(tokens: str, tmp_path: Path) ->
         refused(run_threads(add, 2, Options(switch=endpoint)), "requires a token, and none came")
 
 
-def test_an_open_switch_logs_that_it_is_open() -> None:
+@pytest.mark.parametrize(("listen", "level"), [("127.0.0.1:0", "info"), ("0.0.0.0:0", "warning")])
+def test_an_open_switch_logs_that_it_is_open(listen: str, level: str) -> None:
+    with running_switch("--open", "--listen", listen) as switch:
+        switch.wait_for(f"level={level} event=open .*no tokens and no TLS: whoever reaches")
+
+
+def test_the_log_of_a_job_that_runs_well_has_short_lines_and_no_warning() -> None:
     with running_switch() as switch:
-        switch.wait_for("level=warning event=open .*no tokens and no TLS: whoever reaches")
+        values(run_threads(add, 2, Options(switch=switch.endpoint)))
+        switch.wait_for("event=closed")
+        lines = switch.log().splitlines()
+    assert [line for line in lines if "level=info" not in line or len(line) > 280] == []
 
 
 def test_a_tenant_has_the_bounds_of_its_line(tokens: str) -> None:

@@ -116,7 +116,7 @@ class ControlSessions:
             if opened is not None and not opened.members and not opened.started:
                 self._jobs.close(opened, str(refusal))
             raise
-        what = f"job {job.name}: {member.who} of {job.position.workers} joined from {member.address}"
+        what = f"job {job.title}: {member.who} of {job.position.workers} joined from {member.address}"
         rank = labelled(member.contributor)
         event(logging.INFO, "joined", what, **job.log_fields, rank=rank, peer=connection.address)
         connection.admitted()
@@ -142,7 +142,7 @@ class ControlSessions:
             raise
         except control_messages.ProtocolError as error:
             reason = f"it broke the control protocol: {error}"
-            what = f"job {job.name}: {member.who}: {reason}"
+            what = f"job {job.title}: {member.who}: {reason}"
             event(logging.WARNING, "protocol_error", what, **job.log_fields, rank=member.rank)
         except (asyncio.IncompleteReadError, OSError):
             pass

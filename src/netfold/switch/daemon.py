@@ -168,7 +168,8 @@ class Switch:
             self._watch.start()
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
-            event(logging.WARNING, "open", what, address=endpoint)
+            loopback = control_messages.is_loopback(self._sessions.listens[0])
+            event(logging.INFO if loopback else logging.WARNING, "open", what, address=endpoint)
             return endpoint
         return f"{endpoint}#{self.fingerprint}"
 

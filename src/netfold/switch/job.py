@@ -130,8 +130,13 @@ class Job:
         return len(self.position.contributors)
 
     @property
+    def title(self) -> str:
+        """The part of its name that the log has: enough to tell jobs apart, too little to join one."""
+        return self.name[:8]
+
+    @property
     def log_fields(self) -> dict[str, object]:
-        return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
+        return {"job": self.title, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
 
     @property
     def provider_below(self) -> str | None:

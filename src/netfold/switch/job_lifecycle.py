@@ -223,7 +223,7 @@ class JobLifecycle:
         _log_start(job, payload, window)
         shortfall = _window_shortfall(job, payload, window)
         if shortfall:
-            event(logging.WARNING, "buffer", f"job {job.name}: {shortfall}", **job.log_fields, window=window)
+            event(logging.WARNING, "buffer", f"job {job.title}: {shortfall}", **job.log_fields, window=window)
         start: control_messages.Message = {"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window}
         if shortfall:
             start["window_shortfall"] = shortfall
@@ -294,7 +294,7 @@ class JobLifecycle:
         if job.members.get(member.number) is not member:
             return
         del job.members[member.number]
-        what = f"job {job.name}: {member.who} left: {reason}"
+        what = f"job {job.title}: {member.who} left: {reason}"
         event(logging.INFO, "left", what, **job.log_fields, rank=labelled(member.contributor))
         if not job.started:
             if self._ledger.holds(job):
@@ -320,7 +320,7 @@ class JobLifecycle:
             return
         if not job.started:
             self._ledger.refusals[kind] += 1
-        what = f"job {job.name} ends: " + (f"the switch at {gone} is gone: {reason}" if gone else reason)
+        what = f"job {job.title} ends: " + (f"the switch at {gone} is gone: {reason}" if gone else reason)
         event(logging.WARNING, "ended", what, **job.log_fields, reason=kind)
         members = list(job.members.values())
         job.members.clear()
@@ -346,9 +346,8 @@ class JobLifecycle:
         age_s = time.monotonic() - job.created
         drops = ", ".join(f"{count} {why}" for why, count in counters["drops"].items() if count) or "none"
         what = (
-            f"job {job.name} closed after {age_s:.1f} s: {counters['results']} chunks from "
-            f"{counters['contributions']} contributions, {counters['results_sent']} results "
-            f"({counters['results_resent']} resent), dropped: {drops}"
+            f"job {job.title} closed after {age_s:.1f} s: {counters['results']} chunks from "
+            f"{counters['contributions']} contributions, dropped: {drops}"
         )
         if counters["send_errors"]:
             what += f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"
@@ -380,17 +379,10 @@ def _left_messages(departures: Sequence[Departure]) -> list[tuple[Member | None,
 
 def _log_start(job: Job, payload: int, window: int) -> None:
     parent = None if job.link is None else job.link.parent.endpoint
-    what = (
-        f"job {job.name}: epoch {job.epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
-        f"{job.memory_bytes / 2**20:.1f} MiB, "
-        + (f"data port {job.port}" if job.fabric is None else f"over {job.over}")
-        + f", packets {'encrypted' if job.encrypts else 'authenticated' if job.secrets else 'not authenticated'}"
-        + ("" if parent is None else f", below {parent}")
-    )
     event(
         logging.INFO,
         "started",
-        what,
+        f"job {job.title}: epoch {job.epoch} starts with {job.size} workers",
         **job.log_fields,
         epoch=job.epoch,
         workers=job.size,

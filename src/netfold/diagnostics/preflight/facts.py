@@ -48,7 +48,7 @@ class SwitchQuota:
     threads: int = 1
     """Threads that handle packets. A group that names the switch n times uses n of them."""
     remedy: str = ""
-    """What to try about `error`."""
+    """The advice about `error`; empty where there is none."""
 
 
 @dataclass(frozen=True)
