@@ -200,6 +200,30 @@ def test_a_stopped_member_that_was_decided_out_comes_back_as_a_newcomer() -> Non
     assert outcomes[2][2] == [(0, 1, 2)] and outcomes[2][3] == 2
 
 
+def silent_while_forming(rank: int, size: int, folder: str) -> tuple[float, int]:
+    """Rank 3 dies, and rank 2 is stopped when the next generation begins to form."""
+    with first_members(folder, rank, size, join_timeout_s=seconds(20)) as members:
+        job = Job(members, steps(8))
+        job.before_vote = lambda: die() if rank == 3 and members.done == 2 else None
+        if rank == 2:
+            reconfigure = members.communicator.reconfigure
+
+            def stop(*arguments: Any, **options: Any) -> None:
+                mark(folder, "pid", str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+                reconfigure(*arguments, **options)
+
+            members.communicator.reconfigure = stop  # type: ignore[method-assign]
+        job.run()
+        if rank == 0:
+            os.kill(int(wait_for(folder, "pid")), signal.SIGKILL)
+        return float(job.state[0]), members.size
+
+
+def test_a_member_that_goes_silent_while_a_generation_forms_is_decided_out() -> None:
+    assert values(run_ranks(silent_while_forming, 4, dies=[2, 3], timeout_s=120)[:2]) == [(sum_of(8), 2)] * 2
+
+
 def all_but_newcomers_are_gone(rank: int, size: int, folder: str) -> tuple[float, int, int]:
     """Rank 2 is stopped and decided out, rank 3 joins, ranks 0 and 1 die: rank 2 must not go on alone."""
     if rank == 3:

@@ -91,6 +91,20 @@ class Endpoint:
                 rank = getattr(error, "rank", None)
                 attempt.at_fault = -1 if rank is None else rank
 
+    def give_up(self, error: RendezvousError) -> None:
+        """Let the group that this rank is forming, if any, fail with this error here and on its other members."""
+        with self._lock:
+            forming = [uuid for uuid, attempt in self._attempts.items() if attempt.state == "forming"]
+        for uuid in forming:
+            self.end(uuid, error)
+
+    def check_forming(self, uuid: str) -> None:
+        """Raise the error of `give_up` where another thread has called it."""
+        with self._lock:
+            attempt = self._attempts[uuid]
+            if attempt.state == "failed":
+                raise RendezvousError(attempt.why, rank=None if attempt.at_fault < 0 else attempt.at_fault)
+
     def conflicts(self, own_uuid: str, reply: Message) -> bool:
         """Whether a member that replied `other`, and this one, wait for each other in two groups. Neither can form.
 

@@ -78,7 +78,7 @@ def connect_members(
     )
     hosts = rendezvous.hosts_of([member.host for member in members])
     links = SocketLinks({})
-    tree = StartTree(rank, place_of(rank, hosts), links, deadline)
+    tree = StartTree(rank, place_of(rank, hosts), links, deadline, lambda: endpoint.check_forming(proposal.uuid))
     endpoint.begin(proposal.uuid, proposal.digest, members)
     try:
         with _searches(proposal, endpoint, registered_group, peer_addresses, tree, deadline) as searches:

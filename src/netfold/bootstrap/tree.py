@@ -39,6 +39,8 @@ _GRACE_S = 0.3
 _FAIL_S = 1.0
 # Between two calls of a provider's progress, while this rank waits.
 _PROGRESS_S = 0.0005
+# Between two looks at whether another thread wants this rank to give up.
+_CHECK_S = 0.2
 
 Value = TypeVar("Value")
 
@@ -257,14 +259,18 @@ def check_length(length: int) -> None:
 class StartTree:
     """This rank's end of the tree. For one thread. Raises RendezvousError that names the rank at fault."""
 
-    def __init__(self, rank: int, place: Place, links: Links, deadline: float) -> None:
+    def __init__(
+        self, rank: int, place: Place, links: Links, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """check: raises where this rank is to give up; called every _CHECK_S while it waits."""
         self.rank, self.place, self.links = rank, place, links
-        self._deadline = deadline
+        self._deadline, self._check_own = deadline, check
         self._received: dict[int, deque[Any]] = defaultdict(deque)
         self._ended: set[int] = set()  # the neighbours that were sent the last frame
 
     def check(self, what: str) -> None:
-        """Raise the failure of a neighbour that has one, or that left. Does not wait."""
+        """Raise the failure of a neighbour that has one or that left, or this rank's own. Does not wait."""
+        self._check_own()
         self._look(0, what)
 
     def all_gather(
@@ -368,7 +374,8 @@ class StartTree:
                 raise RendezvousError(f"rank {self.rank}: rank {peer} did not answer in time while {what}", rank=peer)
             if meanwhile is not None:
                 meanwhile()
-            self._look(left_s if meanwhile is None else _PROGRESS_S, what)
+            self._check_own()
+            self._look(min(left_s, _CHECK_S) if meanwhile is None else _PROGRESS_S, what)
         return self._received[peer].popleft()
 
     def _expect(self, peer: int) -> None:

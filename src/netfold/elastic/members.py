@@ -413,7 +413,9 @@ class Members:
         self._publish(waits=decision is not None and bool(decision.newcomers))
         digest = hashlib.sha256("\n".join(standing.handles).encode()).hexdigest()[:16]
         name = f"elastic-{standing.generation}-{digest}"
-        self.communicator.reconfigure(name, standing.handles, timeout_s=max(0.001, deadline - time.monotonic()))
+        # The other half is for the next generation, where a member goes silent once this one has begun to connect.
+        timeout_s = max(0.001, (deadline - time.monotonic()) / 2)
+        self.communicator.reconfigure(name, standing.handles, timeout_s=timeout_s)
 
     def _publish(self, *, waits: bool) -> None:
         """At rank 0, say in the store which generation is the newest, before it forms.

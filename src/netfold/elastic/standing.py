@@ -15,7 +15,7 @@ from netfold.elastic import messages
 from netfold.elastic.agreement import Decision, Report
 from netfold.elastic.negotiation import Loss, Negotiation
 from netfold.elastic.newest import NewestGeneration
-from netfold.errors import GroupAborted
+from netfold.errors import GroupAborted, RendezvousError
 from netfold.options import timeout_seconds
 
 # Ended generations whose decision a member remembers, for members that come late.
@@ -135,8 +135,11 @@ class Standing:
             self.report(loss, self.join_timeout_s)
             self.negotiation.note_silence(rank, since)
             group = self.communicator.group if self.formed else None
+        # The training thread may wait for that member.
         if group is not None:
-            group.lose(*loss)  # the training thread may wait for that member
+            group.lose(*loss)
+        else:
+            self.communicator.endpoint.give_up(RendezvousError(loss[1], rank=rank))
 
     # --- from one generation to the next ---
 
