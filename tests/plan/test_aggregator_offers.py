@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from netfold.cli import app
 from netfold.plan.cluster import load_cluster
+from netfold.plan.cluster.aggregator import MOST_CORES
 from netfold.plan.cluster.networks import with_network
 from netfold.plan.job import Job, Split
 from netfold.plan.model.registry import find_model
 from netfold.plan.search import Space, search
-from netfold.plan.variants.hardware import MOST_CORES, MOST_PORTS, aggregator_gains
+from netfold.plan.variants.hardware import MOST_PORTS, aggregator_gains
 
 
 def test_offers_lie_between_the_present_link_and_one_port_for_each_worker() -> None:
@@ -90,3 +91,33 @@ def test_an_aggregator_on_a_workers_host_without_gain_is_reported(tmp_path: Path
     assert code == 0 and "on a worker's own host aggregates nothing" in text
     assert "1 aggregator now; one spare host" in text
     assert "aggregates nothing" not in plan("--cluster", str(fast))[1]
+
+
+DDP = ("--model", "bert-large", "--ranks", "8", "--batch", "256", "--tensor", "1", "--pipeline", "1", "--zero", "1")
+
+
+@pytest.mark.parametrize(("network", "index", "cores"), [("aggregator", 0, "2 cores"), ("linux-box", 1, "11 cores")])
+def test_a_compared_aggregator_is_the_offered_one_and_its_cores_are_named(network: str, index: int, cores: str) -> None:
+    command = ["plan", *DDP, "--cluster", "ethernet-10g", "--compare", f"network={network}"]
+    result = json.loads(CliRunner().invoke(app, [*command, "--output", "json"]).output)
+    compared = result["comparisons"][f"network={network}"][1]["best"]["step_s"]
+    assert compared == pytest.approx(result["aggregators"][index]["step_s"])
+    text = CliRunner().invoke(app, command).output
+    assert text.count(cores) == 2, text
+
+
+def test_a_step_as_events_outside_of_the_range_says_so() -> None:
+    command = ["plan", "--model", "bert-large", "--cluster", "ethernet-10g", "--ranks", "8", "--batch", "256"]
+    text = CliRunner().invoke(app, [*command, "--events"]).output
+    assert "outside of its range" in text
+    text = CliRunner().invoke(app, [*command, "--events", "--tensor", "1", "--pipeline", "1", "--zero", "1"]).output
+    assert "the same step, simulated as events" in text and "outside of its range" not in text
+
+
+def test_efficiencies_of_different_meaning_have_different_names() -> None:
+    command = ["plan", "--model", "bert-large", "--cluster", "ethernet-10g", "--ranks", "8", "--batch", "256"]
+    lines = CliRunner().invoke(app, [*command, "--curve", "2..8"]).output.splitlines()
+    assert [line for line in lines if line.startswith("data-parallel efficiency")]
+    titles = [line for line in lines if "scaling: " in line]
+    assert len(titles) == 2 and all("against the first row's" in line for line in titles)
+    assert not [line for line in lines if line.startswith("scaling efficiency")]

@@ -27,6 +27,7 @@ _TIER = (
 _AGGREGATOR = ("link", "hosts", "cores", "core_rate", "worker")
 # The value of `link` for a link of as many ports as there are workers.
 _PORTS = "a port per worker"
+_AS_NEEDED = "as the link needs"
 # The prefix of a measured cluster's name. It has this many hosts, as the Ethernet presets have, unless it says hosts=.
 _MEASURED, _MEASURED_HOSTS = "measured=", 1024
 
@@ -228,7 +229,7 @@ def _aggregator(keys: dict[str, Any], where: str) -> Aggregator:
         c,
         table.positive("link", "rate") if has_rate else 0.0,
         link == _PORTS,
-        table.whole("cores", 1),
+        0 if keys.get("cores") == _AS_NEEDED else table.whole("cores", 1),
         table.positive("core_rate", "rate") if "core_rate" in keys else CORE_BYTES_PER_S,
         worker,
     )

@@ -129,7 +129,7 @@ def _together(answer: Result) -> str:
     ]
     if answer.best.job.split.data > 1:
         lines.append(
-            f"scaling efficiency {units.ratio(answer.efficiency)}: a device's throughput, against a replica alone"
+            f"data-parallel efficiency {units.ratio(answer.efficiency)}: a device's throughput, against a replica alone"
         )
     lines.append(f"what limits it: {found.limit}")
     if answer.training_s is not None:
@@ -156,7 +156,18 @@ def _simulated(closed: Prediction, events: Prediction) -> str:
     here, there = parts(closed), parts(events)
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
     rows.append(["together", time(closed.step_s), time(events.step_s)])
-    return table("the same step, simulated as events", rows, left=(0,))
+    lines = [table("the same step, simulated as events", rows, left=(0,))]
+    if not closed.low_s <= events.step_s <= closed.high_s:
+        lines.append(f"as events it takes {outside_the_range(closed, events)}")
+    return "\n".join(lines)
+
+
+def outside_the_range(closed: Prediction, events: Prediction) -> str:
+    """The reason for a step as events outside of the range of the closed form."""
+    return (
+        f"{events.step_s / closed.step_s:.2f} times the closed form's time, outside of its range: events include waits "
+        "that the closed form leaves out, and the range comes from errors of the closed form alone"
+    )
 
 
 def failures(answer: Result) -> str:
@@ -201,6 +212,7 @@ def _front(answer: Result) -> str:
 
 def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
     what = "the batch stays" if scaling == "strong" else "the batch grows with the devices"
+    what += "; efficiency is throughput a device, against the first row's"
     known = any(point.training_s is not None for point in points)
     rows = [["devices", "batch", "step", "samples/s", "efficiency", "MFU", *(["training"] if known else []), *_SPLIT]]
     notes = []
@@ -226,6 +238,8 @@ def _comparison(text: str, variants: Sequence[Variant]) -> str:
         if each.choice is None:
             notes.append(f"  {each.name}: {each.why}")
             continue
+        if each.assumed:
+            notes.append(f"  {each.name}: {each.assumed}")
         found = each.choice.prediction
         exposed = sum(found.exposed_s.values()) / found.step_s
         rows.append(

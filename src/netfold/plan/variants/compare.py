@@ -19,12 +19,14 @@ class Variant:
     """choice: the best split; None where no split fits or divides evenly, and then `why` has the reason.
 
     factor: the first variant's step time over this variant's; 0 where either is unknown.
+    assumed: the aggregators that it has, as text.
     """
 
     name: str
     choice: PredictedJob | None
     why: str = ""
     factor: float = 0.0
+    assumed: str = ""
 
 
 def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) -> tuple[tuple[str, Cluster], ...]:
@@ -62,8 +64,18 @@ def compare(
         except ValueError as error:
             variants.append(Variant(name, None, str(error)))
             continue
-        variants.append(Variant(name, best, factor=base.prediction.step_s / best.prediction.step_s))
+        factor, assumed = base.prediction.step_s / best.prediction.step_s, _aggregators(other, best.job.split.ranks)
+        variants.append(Variant(name, best, factor=factor, assumed=assumed))
     return tuple(variants)
+
+
+def _aggregators(cluster: Cluster, ranks: int) -> str:
+    hosts = -(-ranks // cluster.host_devices)
+    return "; ".join(
+        replace(each, cores=each.needed_cores(cluster.host_devices * tier.bytes_per_s, hosts)).text()
+        for tier in cluster.tiers
+        for each in tier.aggregators
+    )
 
 
 def _best(found: SearchResult, model: Model, cluster: Cluster, in_network: bool) -> PredictedJob:

@@ -14,8 +14,8 @@ from netfold.plan.model import Layered, Measured, Model
 from netfold.plan.search import PredictedJob, SearchResult, describe_split, fastest, rank_by_time
 from netfold.plan.step import predict
 
-# A small server aggregates with at most so many cores. A box has at most so many ports: eight cards of four.
-MOST_CORES, MOST_PORTS = 16, 32
+# A box has at most so many ports: eight cards of four.
+MOST_PORTS = 32
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,10 @@ def aggregator_gains(model: Model, cluster: Cluster, found: SearchResult) -> tup
     jobs = [replace(choice.job, in_network=True) for choice in found.shortlist(cluster.device.usable_bytes)]
     gains = []
     for what, host, c in kinds:
-        # As many cores as the link needs.
-        link_bytes_per_s = host.link_bytes_per_s(cluster.host_devices * tier.bytes_per_s, hosts)
-        host = replace(host, cores=min(MOST_CORES, math.ceil(link_bytes_per_s / host.core_bytes_per_s)))
+        host = replace(host, cores=0)
+        cores = host.needed_cores(cluster.host_devices * tier.bytes_per_s, hosts)
         more = cluster.with_tier(tier, replace(tier, aggregators=(*tier.aggregators, host)))
-        gains.append(AggregatorGain(what, best.prediction.step_s, fastest(model, more, jobs), c, host.cores))
+        gains.append(AggregatorGain(what, best.prediction.step_s, fastest(model, more, jobs), c, cores))
     return tuple(gains)
 
 

@@ -66,7 +66,7 @@ def _facts(answer: Result) -> list[tuple[str, str]]:
     if is_known(found.memory_bytes):
         facts.append((units.size(found.memory.total), f"of {units.size(found.memory_bytes)} per device"))
     if answer.best.job.split.data > 1:
-        facts.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))
+        facts.append((units.ratio(answer.efficiency), "data-parallel efficiency, against a replica alone"))
     if answer.training_s is not None and answer.training_cost is not None:
         facts.append((units.seconds(answer.training_s), money(answer.training_cost, asked.prices)))
     if answer.failure_impact is not None:

@@ -8,7 +8,7 @@ from netfold.page.escape import escape, items
 from netfold.page.table import Column, of_largest, table
 from netfold.plan.job import Job
 from netfold.plan.render.page.bars import step_bars
-from netfold.plan.render.text import time
+from netfold.plan.render.text import outside_the_range, time
 from netfold.plan.result import Result, parts, reason
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.step import Prediction
@@ -75,7 +75,10 @@ def simulated_table(closed: Prediction, events: Prediction) -> str:
         Column("as events", lambda row: row[2], time),
     )
     rows.append(("together", closed.step_s, events.step_s))
-    return table("played", "The same step, simulated as events.", columns, rows)
+    caption = "The same step, simulated as events."
+    if not closed.low_s <= events.step_s <= closed.high_s:
+        caption += f" As events it takes {outside_the_range(closed, events)}."
+    return table("played", caption, columns, rows)
 
 
 def comparisons(answer: Result) -> str:
@@ -87,7 +90,7 @@ def comparisons(answer: Result) -> str:
             f"{each.name} {units.times(each.factor)}" for each in variants[1:] if each.choice is not None
         )
         factors = f": {factors} as fast, each with its own best split" if factors else ""
-        notes = items(f"{each.name}: {each.why}" for each in variants if each.why)
+        notes = items(f"{each.name}: {each.why or each.assumed}" for each in variants if each.why or each.assumed)
         found += f"<p>{escape(text + factors)}.</p>{step_bars(fitting)}{notes}"
     return found
 
