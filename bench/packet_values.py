@@ -200,6 +200,12 @@ def draw(found: Found) -> str:
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="Helvetica, Arial, sans-serif" font-size="13">
   <title>The values' part of a link, by the values in a packet</title>
+  <style>
+    @media (prefers-color-scheme: dark) {{
+      [fill="#ffffff"] {{ fill: #0d1117 }} [fill="#24292f"] {{ fill: #c9d1d9 }} [fill="#a5c8f5"] {{ fill: #0c2d6b }}
+      [stroke="#d0d7de"] {{ stroke: #30363d }}
+    }}
+  </style>
   <rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>
   {drawn}
 </svg>
