@@ -26,10 +26,12 @@ RUN_PAGES = [
     page
     for page in PAGES
     if any(
-        language == "shell" and not mark.startswith("not run: ")
+        mark == "run" or (language == "shell" and not mark.startswith("not run: "))
         for mark, language, _ in FENCE.findall(page.read_text())
     )
 ]
+# They start whole jobs. The other pages take a minute together.
+JOBS = ("README", "tutorials/", "security", "benchmarks", "tune", "plan/", "profile", "train/")
 
 
 def slugs(page: Path) -> set[str]:
@@ -152,6 +154,8 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     assert all(page.exists() for page in listed)
 
 
+# A line that begins with one of these, or with a variable's value before it, is a command.
+PROGRAMS = r"netfold(?! switch listening)|make|torchrun|python3?|\.venv/bin/\w+|srun|mpirun|pip|export|sysctl|ip|eval"
 COMMAND = re.compile(
     r"^ *(?:[\w-]*[$#] +)?((?:[A-Z_]+=\S+ +)*netfold [a-z-].*)$|`((?:[A-Z_]+=\S+ )*netfold [a-z-][^`]*)`", re.M
 )
@@ -222,14 +226,37 @@ def test_a_page_fails_with_any_of_its_commands(commands: str, failures: list[str
     assert run_page(script, folder, seconds(20))[0] == failures
 
 
-@pytest.mark.jobs
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_is_in_a_block_that_runs_or_says_why_not(page: Path) -> None:
+    """Results quote what ran; every other page has its commands in fenced `shell` blocks alone."""
+    if page.parent.name == "results":
+        return
+    text = page.read_text()
+    assert not [language for _, language, _ in FENCE.findall(text) if language in ("bash", "sh", "console")]
+    outside = FENCE.sub("", text)
+    assert not re.findall(rf"^ {{4,}}(?:[\w-]*[$#] +)?(?:[A-Z_]+=\S+ +)*(?:{PROGRAMS}) .*", outside, re.MULTILINE)
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.jobs)
+        if any(part in str(page.relative_to(ROOT)) for part in JOBS)
+        else page
+        for page in RUN_PAGES
+    ],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
+    # Guides and references are for readers who have a script of their own.
+    first_job = (ROOT / "docs" / "tutorials" / "first-job.md").read_text()
+    if page.parent.name != "tutorials":
+        script_of(first_job, folder)
     script = script_of(page.read_text(), folder)
-    failures, output = run_page(script, folder, seconds(120))
+    failures, output = run_page(script, folder, seconds(240))
     assert not failures, f"{failures}\n{output}"
 
 
@@ -240,3 +267,15 @@ def test_results_name_no_folder_of_the_machine_that_measured_them() -> None:
                 rf"{re.escape(str(ROOT))}\S{{0,40}}|/[\w.-]+/\S{{0,60}}\.venv\S{{0,40}}", page.read_text()
             )
             assert not found, f"{page.name}: {found[:3]}"
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda picture: picture.name)
+def test_a_picture_has_no_dark_text_on_a_dark_page(picture: Path) -> None:
+    text = picture.read_text()
+    dark = re.findall(r"^ *@media \(prefers-color-scheme: dark\) \{(.*?)^ *\}$", text, re.MULTILINE | re.DOTALL)
+    assert dark and '[fill="#ffffff"]' in dark[0]
+    colours = set(re.findall(r'<(?:text|g)\b[^>]* fill="(#[0-9a-f]{6})"', text))
+    is_dark = {colour for colour in colours if max(int(colour[at : at + 2], 16) for at in (1, 3, 5)) < 0x70}
+    assert not [colour for colour in is_dark if f'[fill="{colour}"]' not in dark[0]]
+    unfilled = [mark for mark in re.findall(r"<text\b[^>]*>", text) if "fill=" not in mark]
+    assert not unfilled or "text:not([fill])" in dark[0]
