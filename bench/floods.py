@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import random
@@ -52,19 +53,23 @@ def trained(me: Rank) -> None:
 
 
 def tenant(block: bytes) -> Callable[[Address, str], Iterator[None]]:
-    """Join as MEMBERS workers of one job, and send `block` over all connections as fast as the switch takes it."""
+    """Join as all but one of a job's MEMBERS workers, and send `block` over all connections as fast as it is taken."""
 
     def attack(switch: Address, token: str) -> Iterator[None]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         join = {"type": "join", "version": control_messages.VERSION, "job": secrets.token_hex(8), "port": 9}
-        join |= {"ranks": list(range(MEMBERS + 1)), "window_bytes": 1 << 20, "timeout_s": 300.0, "token": token}
+        join |= {"ranks": list(range(MEMBERS)), "window_bytes": 1 << 20, "timeout_s": 300.0}
         streams: dict[int, ssl.SSLSocket] = {}
-        for rank in itertools.cycle(range(MEMBERS)):
+        for rank in itertools.cycle(range(1, MEMBERS)):  # the job never starts
             if rank not in streams:
                 with contextlib.suppress(OSError):
                     stream = context.wrap_socket(socket.create_connection(switch, timeout=5))
-                    stream.sendall(control_messages.encode({**join, "rank": rank}))
+                    fingerprint = hashlib.sha256(stream.getpeercert(binary_form=True) or b"").hexdigest()
+                    credential = control_messages.credential_of(token, fingerprint)
+                    stream.sendall(control_messages.encode({**join, "rank": rank, "credential": credential}))
+                    if not streams:
+                        control_messages.check_reply(control_messages.receive(stream), "admitted", us="the attacker")
                     stream.setblocking(False)
                     streams[rank] = stream
             if (member := streams.get(rank)) is not None:

@@ -16,6 +16,7 @@ import ssl
 import struct
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,7 +26,7 @@ import pytest
 from load import seconds, settles
 from ranks import RunningSwitch, private, running_switch
 from test_admission import JOIN, serves
-from test_exhaustion import FEW, descriptors, settled, usage
+from test_exhaustion import FEW, descriptors, usage
 
 from netfold.bootstrap import handshake
 from netfold.bootstrap.tcp_store import OUTLIVING, TcpStore
@@ -252,20 +253,30 @@ def test_a_burst_of_workers_larger_than_the_bound_drops_none() -> None:
         assert settles(lambda: switch.log().count("event=joined") == count)
 
 
-def test_tls_hellos_leave_no_memory_behind(tmp_path: Path) -> None:
+def tls_hello() -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    outgoing = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        context.wrap_bio(incoming, outgoing).do_handshake()
-    hello = outgoing.read()
-    with running_switch("--token-file", private(tmp_path / "tokens", "a " + "1" * 32)) as switch:
+        context.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize(("begins", "open_at_once"), [(True, 1), (False, 600), (True, 600)])
+def test_peers_that_never_finish_tls_leave_no_memory_behind(begins: bool, open_at_once: int, tmp_path: Path) -> None:
+    first, tokens = tls_hello() if begins else b"", private(tmp_path / "tokens", "a " + "1" * 32)
+    # A process of its own: one that this process forks has all that the tests have imported.
+    with running_switch("--token-file", tokens, prefix=["env"]) as switch:
         address = control_messages.parse_switch(switch.endpoint, what="switch")
         usage(switch)
         before = usage(switch)
-        for _ in range(4000):
-            with socket.create_connection(address[:2], seconds(10)) as stream:
-                stream.sendall(hello)
-        files, rss_bytes = settled(switch, before[0] + FEW)
-        assert files <= before[0] + FEW
-        assert rss_bytes <= 1.5 * before[1], (before[1] >> 20, rss_bytes >> 20)
+        with contextlib.ExitStack() as streams:
+            kept: deque[socket.socket] = deque()
+            for _ in range(4000):
+                kept.append(streams.enter_context(socket.create_connection(address[:2], seconds(10))))
+                with contextlib.suppress(OSError):  # the switch may have dropped it
+                    kept[-1].sendall(first)
+                if len(kept) == open_at_once:
+                    kept.popleft().close()
+        assert settles(lambda: usage(switch)[0] <= before[0] + FEW)
+        assert settles(lambda: usage(switch)[1] <= 1.5 * before[1]), (before[1] >> 20, usage(switch)[1] >> 20)

@@ -116,7 +116,7 @@ def switch(
     from netfold.bench.sizes import parse_size
     from netfold.options import warn_of_unknown_variables
     from netfold.switch import Limits, Switch, Tokens
-    from netfold.switch.acceptor import bound_tls_buffers
+    from netfold.switch.acceptor import bound_memory
     from netfold.switch.bmv2 import Bmv2
     from netfold.switch.http import HttpServer
     from netfold.switch.log import LogfmtFormatter, QueuedHandler, RateLimit, event
@@ -130,7 +130,7 @@ def switch(
     output.setFormatter(LogfmtFormatter())
     output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
-    bound_tls_buffers()
+    bound_memory()
     warn_of_unknown_variables()
     with exit_on("switch", ValueError, OSError):
         host, port = control_messages.parse_endpoint(listen, what="--listen")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import asyncio.sslproto
 import contextlib
+import ctypes
+import gc
 import logging
 import socket
 import ssl
@@ -25,9 +27,26 @@ from netfold.switch_protocol.acceptor import MAX_UNAUTHENTICATED, Peer
 _TLS_BUFFER_BYTES = 16 << 10
 
 
-def bound_tls_buffers() -> None:
-    """Give the TLS connections of this process short buffers. For a process that is a switch."""
+# After the end of a connection, until the memory of all that have ended goes back to the kernel.
+_RELEASE_S = 2.0
+
+
+def bound_memory() -> None:
+    """Bound what ended TLS connections hold. For a process that is a switch, once all it needs is imported.
+
+    Connections end as cycles of references, so only the collector frees them. It comes late where many other objects
+    live: those of now are left out from here on.
+    """
     asyncio.sslproto.SSLProtocol.max_size = _TLS_BUFFER_BYTES
+    gc.collect()
+    gc.freeze()
+
+
+def _release_memory() -> None:
+    """Free ended connections, and give free pages back: among other blocks the C library keeps them."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass
@@ -68,6 +87,7 @@ class Acceptor:
         self._host, self._port, self._context, self._serve = host, port, context, serve
         self._timeout_s, self._limit, self._what = timeout_s, limit, what
         self._listener: socket.socket | None = None
+        self._release: asyncio.TimerHandle | None = None
         self._acceptor = acceptor.Acceptor(
             self._run, timeout_s=timeout_s, most=most, dropped=self._on_dropped, failed=_on_failed
         )
@@ -91,10 +111,23 @@ class Acceptor:
 
     async def stop(self) -> None:
         await self._acceptor.stop()
+        if self._release is not None:
+            self._release.cancel()
         if self._listener is not None:
             self._listener.close()
 
     async def _run(self, peer: Peer) -> None:
+        try:
+            await self._run_connection(peer)
+        finally:
+            if self._release is None:
+                self._release = asyncio.get_running_loop().call_later(_RELEASE_S, self._on_release)
+
+    def _on_release(self) -> None:
+        self._release = None
+        _release_memory()
+
+    async def _run_connection(self, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
         address = control_messages.format_endpoint(peer.host, peer.port)
         enable_keepalive(peer.stream)
