@@ -137,8 +137,8 @@ format: build ## format all sources
 	@$(PY) -m ruff format .
 	@$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer
-	@tools/sanitize $(PY) $(JOBS)
+sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer (SANITIZE="tests/...": these)
+	@tools/sanitize $(PY) $(JOBS) ON $(SANITIZE)
 
 leaks: build ## native tests under LeakSanitizer: what netfold's module asked for and lost
 	@tools/sanitize $(PY) $(JOBS) leaks
