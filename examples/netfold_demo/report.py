@@ -91,8 +91,8 @@ def _facts(story: Experiment) -> list[tuple[str, str]]:
     if agreement.gloo_ever_differs:
         equal = (
             f"{agreement.ratio:.2f} ×",
-            "distance of netfold's losses from gloo's, in units of gloo's from its own with ranks permuted; up to "
-            f"{ALLOWED_RATIO:.0f} is rounding",
+            "netfold's losses differ from gloo's by this many times the difference that gloo has from itself when its "
+            f"ranks change places; up to {ALLOWED_RATIO:.0f} is rounding",
         )
     else:
         equal = (

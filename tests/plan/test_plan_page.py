@@ -53,6 +53,11 @@ def test_a_page_has_a_section_for_each_part_of_the_request() -> None:
     ]
 
 
+def test_a_page_says_the_order_of_a_meshs_numbers() -> None:
+    (section,) = parse(render_page(found())).all("section", id="ways")
+    assert "tensor x pipeline x data" in section.all("p")[0].text
+
+
 def test_the_widths_of_a_steps_bars_are_proportional_to_its_parts() -> None:
     bar = parse(render_page(found())).all("div", class_="stack")[0]
     widths = [float(each.attributes["style"].removeprefix("width:").removesuffix("%")) for each in bar.all("i")]

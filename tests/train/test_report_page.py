@@ -123,6 +123,15 @@ def test_each_quantity_has_a_chart_with_a_description_and_the_baseline_a_line(tm
     assert line.count("M") == 2 and line.count("L") == STEPS - 3
     assert bits.one("path", class_="ink-1").attributes["d"].count("L") == 3
     assert all(len(chart.all("line", class_="note")) == 2 for chart in charts)
+    assert not bits.one("div", class_="over").all(class_="dot")
+
+
+def test_the_only_evaluation_of_a_run_is_a_dot(tmp_path: Path) -> None:
+    asked = recipe(tmp_path)
+    folder = run_folder(asked)
+    tell([MetricsFile(folder)], [started(asked), evaluated(STEPS)])
+    charts = parse(write_report(folder).read_text()).one("section", id="curves").all("div", class_="chart")
+    assert [len(chart.one("div", class_="over").all(class_="dot")) for chart in charts] == [1, 1]  # loss and metric
 
 
 def test_the_page_says_that_a_run_continues_or_why_it_failed(tmp_path: Path) -> None:

@@ -53,8 +53,10 @@ def curves(metrics: Metrics) -> str:
         for step, kind, note in notes:
             drawn.moment(_LEVELS[kind][0], step, f"step {step:,}: {note}")
         for ink, words, points in series:
-            if any(value is not None for _, value in points):
-                drawn.line(ink, _thinned(points), words)
+            known = sum(value is not None for _, value in points)
+            if known:
+                # A point alone, such as the one evaluation of a short run, is no line.
+                drawn.line(ink, _thinned(points), words, dots=known == 1)
         if level is not None:
             drawn.level(*level)
         return drawn.render(f"{title} by step, from {text(values[0])} to {text(values[-1])}")

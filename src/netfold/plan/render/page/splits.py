@@ -36,8 +36,10 @@ def best_few(answer: Result) -> str:
         Column("recompute", "job.recomputation"),
         Column("what limits it", lambda choice: reason(choice, answer.best), prose=True),
     )
-    caption = "The fastest choice of each mesh, and the part of a step that is longer than in the best choice."
-    return step_bars([(_mesh(choice.job), choice) for choice in choices]) + table("few", caption, columns, choices)
+    order = "<p>The fastest choice of each mesh, ranks as tensor x pipeline x data.</p>"
+    caption = "The same choices, and the part of a step that is longer than in the best choice."
+    bars = step_bars([(_mesh(choice.job), choice) for choice in choices])
+    return order + bars + table("few", caption, columns, choices)
 
 
 def front(answer: Result) -> str:
