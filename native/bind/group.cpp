@@ -187,7 +187,8 @@ int checked_int(nb::handle value, const char* what) {
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduce, bool average, nb::handle root,
                                   const std::vector<Region>& inputs, const std::vector<Region>& outputs,
-                                  nb::handle owner, std::int64_t timeout_ns, bool on_this_thread, nb::handle tag) {
+                                  nb::handle owner, std::int64_t timeout_ns, bool on_this_thread, nb::handle tag,
+                                  std::uint64_t coalesced) {
   collective::Call call;
   call.kind = kind_of(kind);
   set_element(call, element);
@@ -195,6 +196,7 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int element, int reduc
   call.average = average ? collective::Averaging::whole : collective::Averaging::none;
   call.root = checked_int(root, "rank");
   call.tag = checked_int(tag, "tag");
+  if (coalesced != 0) call.layout = coalesced | collective::kCoalesced;
   call.inputs = buffers(inputs);
   call.outputs = buffers(outputs);
   const char* site = call_site();
@@ -316,9 +318,10 @@ void bind_group(nb::module_& e) {
           "peer_memory: with probes of all other ranks, on all ranks alike; or None.")
       .def(
           "submit", &submit, "kind"_a, "element"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
-          "owner"_a.none(), "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0,
+          "owner"_a.none(), "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0, "coalesced"_a = 0,
           "owner: an object that keeps the memory of inputs and outputs allocated. The operation refers to it until it "
-          "is done, whatever becomes of the caller. None: the memory is never freed.")
+          "is done, whatever becomes of the caller. None: the memory is never freed.\n"
+          "coalesced: of several calls in one, a digest of their sizes, which the ranks compare; else 0.")
       .def("submit_message", &submit_message, "peer"_a, "tag"_a, "region"_a, "owner"_a.none(), "sends"_a,
            "Send or receive bytes for netfold itself: no deadline, no record, and any tag, negative ones apart from "
            "those "

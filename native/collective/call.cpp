@@ -32,6 +32,10 @@ std::uint64_t layout_of(const std::vector<Buffer>& blocks) {
   return hash;
 }
 
+std::string coalesced_text(std::uint64_t digest) {
+  return " of several tensors (digest of all sizes: " + std::to_string(digest & 0xffff) + ")";
+}
+
 Choice choose(const std::vector<Choice>& table, Kind kind, std::uint64_t bytes) {
   Choice chosen{.kind = kind};
   for (const Choice& row : table) {

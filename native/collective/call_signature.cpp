@@ -1,4 +1,5 @@
 #include <netfold/collective/call_signature.hpp>
+#include <netfold/collective/contribution_map.hpp>
 
 #include <algorithm>
 #include <iterator>
@@ -91,8 +92,11 @@ std::string CallSignature::text(std::uint32_t operation, std::uint32_t elements,
   std::string text = std::string(name_of(form)) + " #" + std::to_string(operation);
   if (form == CallForm::barrier) return text;
   const char* const of = name(element);
-  text += has_blocks() ? std::string(" of ") + of + " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")"
-                       : " of " + std::to_string(elements / static_cast<unsigned>(carried_values(element))) + " " + of;
+  const bool is_coalesced = !has_blocks() && (elements & ContributionMap::kCoalescedDigest) != 0;
+  text += is_coalesced ? coalesced_text(elements) + " " + of
+          : has_blocks()
+              ? std::string(" of ") + of + " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")"
+              : " of " + std::to_string(elements / static_cast<unsigned>(carried_values(element))) + " " + of;
   const bool moves = form == CallForm::broadcast || form == CallForm::all_gather;
   std::string how = moves ? "" : is_average(form) ? "avg" : kernels::name(reduce);
   if (has_root(form)) how += (how.empty() ? "root " : ", root ") + std::to_string(root);

@@ -70,6 +70,7 @@ ContributionMap::ContributionMap(const Call& call, const Team& team)
       break;
     default:
       add(call.outputs[0].bytes, call.outputs[0].data, call.outputs[0].data);
+      if (call.layout != 0) size_digest_ = xor_fold(call.layout) | kCoalescedDigest;
       break;
   }
 }

@@ -60,6 +60,7 @@ class Hierarchical final : public CallSequence {
  public:
   Hierarchical(const Call& call, const Paths& paths)
       : call_(call), paths_(paths), hosts_(*paths.hosts), team_(hosts_.first_ranks(), hosts_.own()) {
+    step_call_.layout = call_.layout;
     plan();
   }
 
@@ -157,7 +158,7 @@ class Hierarchical final : public CallSequence {
   }
 
   void plan_all_gather() {
-    step_call_.layout = layout_of(call_.outputs);
+    if (call_.layout == 0) step_call_.layout = layout_of(call_.outputs);
     const auto in_place = hosts_.in_place(call_.outputs);
     const HostMap::Blocks blocks = in_place ? *in_place : scratch_for(call_.outputs);
     inside(Kind::gather, 0, {call_.inputs[0]}, hosts_.of_own_host(blocks.of_rank));
@@ -167,7 +168,7 @@ class Hierarchical final : public CallSequence {
   }
 
   void plan_reduce_scatter() {
-    step_call_.layout = layout_of(call_.inputs);
+    if (call_.layout == 0) step_call_.layout = layout_of(call_.inputs);
     const bool is_shared = hosts_.own_ranks().size() > 1;
     auto given = hosts_.in_place(call_.inputs);
     if (!given || (is_leader() && is_shared)) {  // inputs must not be written

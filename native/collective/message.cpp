@@ -55,7 +55,9 @@ std::string MessageHeader::summary() const {
     text += std::string(" (a step of ") + name(whole) + ((step_of & kStepOfAverage) != 0 ? ", avg)" : ")");
   }
   if (has_layout) text += " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")";
-  if (elements > 0 && !has_layout)
+  const bool is_coalesced = (elements & kCoalesced) != 0;
+  if (is_coalesced && !has_layout) text += coalesced_text(elements);
+  if (elements > 0 && !has_layout && !is_coalesced)
     text += " of " + std::to_string(elements / static_cast<unsigned>(carried_values(element)));
   text += std::string(" ") + name(element);
   text += std::string(" (") + (average != Averaging::none ? "avg" : kernels::name(reduce));

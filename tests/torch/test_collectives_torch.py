@@ -504,6 +504,45 @@ def the_coalescing_manager_does_many_at_once(dist: Any, rank: int, size: int) ->
 
 
 @case
+def small_tensors_of_one_call_share_an_operation(dist: Any, rank: int, size: int) -> None:
+    import torch
+
+    from netfold.torch.operations import operations_of
+
+    def operations() -> int:
+        return operations_of(dist.group.WORLD).netfold.collectives_submitted
+
+    counts = [3 * index % 50 for index in range(300)]
+    tensors = [contribution(rank, count, torch.float32) for count in counts]
+    tensors[7] = contribution(rank, 2 * counts[7], torch.float32)[::2]
+    tensors[8] = torch.nn.Parameter(contribution(rank, 40_000, torch.float32))
+    tensors[9] = contribution(rank, 24, torch.float32).view(4, 6).t()
+    right = [tensor.detach().clone() for tensor in tensors]
+    for tensor in right:
+        dist.all_reduce(tensor)
+    before = operations()
+    dist.all_reduce_coalesced(tensors)
+    assert operations() - before == 3, "a large tensor stands alone, and divides the small ones"
+    for tensor, expected in zip(tensors, right, strict=True):
+        same(tensor.detach(), expected)
+
+    # Uneven blocks, which are gathered and scattered again.
+    blocks = [[(index + 2 * other) % 7 for other in range(size)] for index in range(100)]
+    outputs = [[torch.full((count,), -1.0) for count in each] for each in blocks]
+    before = operations()
+    group = dist.group.WORLD
+    own = [torch.arange(float(each[rank])) + 100 * index + 1000 * rank for index, each in enumerate(blocks)]
+    group.allgather(outputs, own).wait()
+    for index, each in enumerate(outputs):
+        for other, output in enumerate(each):
+            same(output, torch.arange(float(blocks[index][other])) + 100 * index + 1000 * other)
+    group.reduce_scatter(own, outputs).wait()
+    assert operations() - before == 2
+    for index, output in enumerate(own):
+        same(output, size * (torch.arange(float(blocks[index][rank])) + 100 * index + 1000 * rank))
+
+
+@case
 def functional_collectives_give_the_same(dist: Any, rank: int, size: int) -> None:
     import torch
     import torch.distributed._functional_collectives as functional

@@ -258,6 +258,24 @@ def ranks_that_mean_different_dtypes_hear_of_it(dist: Any, rank: int, size: int,
 
 
 @case
+def ranks_whose_small_tensors_have_other_sizes_hear_of_it(dist: Any, rank: int, size: int, folder: str) -> None:
+    """The sums of the sizes are equal, and so is the memory that travels."""
+    import torch
+
+    for blocks in (False, True):
+        group = dist.new_group(backend="netfold")
+        counts = [5, 3] if rank == 1 else [3, 5]
+        tensors = [torch.ones(count) for count in counts]
+        with pytest.raises(RuntimeError, match="digest of all sizes"):
+            if blocks:
+                group.allgather([[torch.empty_like(tensor) for _ in range(size)] for tensor in tensors], tensors).wait()
+            else:
+                dist.all_reduce_coalesced(tensors, group=group)
+            dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+@case
 def a_group_and_an_operation_have_timeouts_of_their_own(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
 

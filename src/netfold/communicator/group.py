@@ -278,12 +278,14 @@ class Group:
         owner: object = None,
         timeout_s: float | None = None,
         wait_here: bool,
+        coalesced: int = 0,
     ) -> Any:
         """Enqueue a call; returns the native Operation.
 
         owner: keeps the memory of inputs and outputs allocated. The operation refers to it until it is done, also where
         an exception, as of a signal handler, takes the operation from the caller.
         wait_here: the caller will wait at once, so the operation may run on this thread and be done on return.
+        coalesced: of several calls that became one, a digest of their sizes. Ranks whose digests differ get an error.
 
         send and receive take the other rank as `root`, and match by `tag`. A receive from ANY_SOURCE takes the first
         message of any rank; the operation's `peer` then names the sender. Both are outside of the group's order of
@@ -306,6 +308,7 @@ class Group:
                 self._timeout_ns if timeout_s is None else _nanoseconds(timeout_s),
                 wait_here,
                 tag,
+                coalesced,
             )
         except (ValueError, TypeError) as error:
             if kind not in _TRANSFERS:

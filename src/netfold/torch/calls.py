@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from torch._C._distributed_c10d import ReduceOp
 from netfold.communicator import Group
 from netfold.communicator.group import ELEMENTS, REDUCE_OPS
 from netfold.torch.forwarding import seconds_of
-from netfold.torch.memory import check, outgoing, writing_back
+from netfold.torch.memory import check, outgoing, packed, unpacking, writing_back
 
 Tensor = torch.Tensor
 
@@ -42,6 +44,9 @@ _CARRIED_NAMES = {
     for name in ELEMENTS
     if name.startswith("float") and (dtype := getattr(torch, name, None)) is not None  # older torch lacks some
 }
+# Small ones of several calls that are one to torch share an operation. It costs more time than to copy their values.
+_BATCHED_BYTES = 64 << 10  # of one call's tensors, at most
+_BATCH_BYTES = 4 << 20  # of all that share an operation
 _BITWISE = ("band", "bor", "bxor")
 
 
@@ -79,6 +84,7 @@ class Prepared:
     inputs: Sequence[Tensor] = ()
     outputs: Sequence[Tensor] = ()
     finish: Callable[[], Any] | None = None  # copies staged results back
+    coalesced: int = 0  # as of Group.submit
 
     def submit(self, group: Group, timeout_s: float | None, *, wait_here: bool) -> Any:
         return group.submit(
@@ -92,6 +98,7 @@ class Prepared:
             owner=self,
             timeout_s=timeout_s,
             wait_here=wait_here,
+            coalesced=self.coalesced,
         )
 
 
@@ -149,6 +156,106 @@ def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) 
         outputs=[real],
         finish=writing_back([(output, staged)]),
     )
+
+
+def all_reduces(tensors: Sequence[Tensor], op: Any, *, merges: bool) -> list[Prepared]:
+    """The calls of one all_reduce of several tensors. merges: small tensors may share a call."""
+    prepared = []
+    for batch in _batches([[tensor] for tensor in tensors], merges=merges):
+        own = [tensors[at] for at in batch]
+        if len(own) == 1:
+            prepared.append(reduction_call("all_reduce", own[0], op))
+            continue
+        whole = packed(own)
+        call = reduction_call("all_reduce", whole, op)
+        prepared.append(_of_batch(call, [own], [(own, whole)]))
+    return prepared
+
+
+def all_gathers(
+    parts: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], rank: int, *, merges: bool
+) -> list[Prepared]:
+    """As `all_reduces`. parts: for each input, one output a rank."""
+    prepared = []
+    merges = merges and all(_is_like(own, each[rank]) for own, each in zip(inputs, parts, strict=True))
+    for batch in _batches(parts, merges=merges):
+        if len(batch) == 1:
+            prepared.append(copy_call("all_gather", [inputs[batch[0]]], parts[batch[0]]))
+            continue
+        by_rank_ = [list(each) for each in zip(*(parts[at] for at in batch), strict=True)]
+        own = packed([inputs[at] for at in batch])
+        wholes = [own.new_empty(sum(tensor.numel() for tensor in each)) for each in by_rank_]
+        call = copy_call("all_gather", [own], wholes)
+        prepared.append(_of_batch(call, by_rank_, zip(by_rank_, wholes, strict=True)))
+    return prepared
+
+
+def reduce_scatters(
+    outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], op: Any, rank: int, *, merges: bool
+) -> list[Prepared]:
+    """As `all_reduces`. parts: for each output, one input a rank."""
+    prepared = []
+    merges = merges and all(_is_like(own, each[rank]) for own, each in zip(outputs, parts, strict=True))
+    for batch in _batches(parts, merges=merges):
+        if len(batch) == 1:
+            prepared.append(reduce_scatter(outputs[batch[0]], parts[batch[0]], op, rank))
+            continue
+        by_rank_ = [list(each) for each in zip(*(parts[at] for at in batch), strict=True)]
+        inputs = [packed(each) for each in by_rank_]
+        own = torch.empty_like(inputs[rank])
+        call = reduce_scatter(own, inputs, op, rank)
+        prepared.append(_of_batch(call, by_rank_, [([outputs[at] for at in batch], own)]))
+    return prepared
+
+
+def _batches(columns: Sequence[Sequence[Tensor]], *, merges: bool) -> list[list[int]]:
+    """The calls that become one, by their places.
+
+    columns: for each call, tensors whose sizes are the same on all ranks, so that all ranks decide alike.
+    """
+    batches: list[list[int]] = []
+    dtype, bytes_ = None, 0  # of the last batch; without a dtype no call may join it
+    for at, tensors in enumerate(columns):
+        small = sum(tensor.nbytes for tensor in tensors) if merges and _is_dense(tensors) else _BATCHED_BYTES + 1
+        if small > _BATCHED_BYTES:
+            dtype = None
+            batches.append([at])
+        elif tensors[0].dtype == dtype and bytes_ + small <= _BATCH_BYTES:
+            bytes_ += small
+            batches[-1].append(at)
+        else:
+            dtype, bytes_ = tensors[0].dtype, small
+            batches.append([at])
+    return batches
+
+
+def _is_dense(tensors: Sequence[Tensor]) -> bool:
+    dtype = tensors[0].dtype
+    return all(tensor.layout is torch.strided and tensor.dtype == dtype for tensor in tensors)
+
+
+def _is_like(own: Tensor, part: Tensor) -> bool:
+    return own.layout is part.layout and own.dtype == part.dtype and own.numel() == part.numel()
+
+
+def _of_batch(
+    call: Prepared, columns: Sequence[Sequence[Tensor]], results: Iterable[tuple[Sequence[Tensor], Tensor]]
+) -> Prepared:
+    """The call, which serves all tensors of a batch. Ranks whose tensors have other sizes get an error.
+
+    columns: tensors whose sizes are the same on all ranks. results: the tensors that memory's values go to.
+    """
+    sizes = array("Q", (tensor.numel() for each in columns for tensor in each))
+    digest = hashlib.blake2b(sizes.tobytes(), digest_size=4).digest()
+    call.coalesced = int.from_bytes(digest, "little") or 1
+    first, unpacks = call.finish, [unpacking(tensors, memory) for tensors, memory in results]
+
+    def finish() -> None:
+        for each in unpacks if first is None else (first, *unpacks):
+            each()
+
+    call.finish = finish
+    return call
 
 
 def copy_overlapped(call: Prepared) -> None:

@@ -7,12 +7,14 @@ have only noted that the values are negated or conjugated. `outgoing` returns me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 Tensor = torch.Tensor
+_dense: Any = torch._utils  # its functions have no types
 
 
 def check(tensor: Tensor) -> None:
@@ -66,6 +68,39 @@ def write(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return new memory that holds the values of all tensors, one tensor after the other."""
+    with torch.no_grad():
+        whole: Tensor = _dense._flatten_dense_tensors([with_memory(tensor) for tensor in tensors])
+        return whole
+
+
+def unpacking(tensors: Sequence[Tensor], memory: Tensor) -> Callable[[], None]:
+    """A function that writes the values of `memory`, which are in the order of `packed`, into all tensors.
+
+    ValueError for a tensor that repeats elements, as `writing_back`.
+    """
+    into = [with_memory(tensor) for tensor in tensors]
+    for tensor in into:
+        _refuse_repeated(tensor)
+
+    def write_all() -> None:
+        with writable():
+            for tensor, values in zip(into, _dense._unflatten_dense_tensors(memory, into), strict=True):
+                tensor.copy_(values)  # torch._foreach_copy_ takes no negated tensors
+
+    return write_all
+
+
+def _refuse_repeated(tensor: Tensor) -> None:
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            f"a tensor of {list(tensor.shape)} repeats elements (expand), so it cannot take results; pass a clone"
+        )
+
+
 def writing_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None] | None:
     """A function that writes each result from its memory into its tensor; None if all are in place.
 
@@ -76,10 +111,7 @@ def writing_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None] |
     if not moved:
         return None
     for tensor, _ in moved:
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError(
-                f"a tensor of {list(tensor.shape)} repeats elements (expand), so it cannot take results; pass a clone"
-            )
+        _refuse_repeated(tensor)
 
     def write_all() -> None:
         for tensor, memory in moved:

@@ -129,7 +129,7 @@ class Operations:
 
     @_noted
     def _all_reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
-        prepared = [calls.reduction_call("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
+        prepared = calls.all_reduces(tensors, opts.reduceOp, merges=self._merges([tensors]))
         return self._together(prepared, tensors, opts)
 
     def _plain_all_reduce(self, tensor: Tensor, opts: Any) -> tuple[int, int, bool] | None:
@@ -192,10 +192,8 @@ class Operations:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         for each in parts:
             self._one_a_rank("reduce_scatter", "input", each)
-        prepared = [
-            calls.reduce_scatter(output, each, opts.reduceOp, self.netfold.rank)
-            for output, each in zip(outputs, parts, strict=True)
-        ]
+        merges = self._merges([outputs, *parts])
+        prepared = calls.reduce_scatters(outputs, parts, opts.reduceOp, self.netfold.rank, merges=merges)
         return self._together(prepared, outputs, opts)
 
     # --- copies ----------------------------------------------------------------------------------------------------
@@ -235,7 +233,7 @@ class Operations:
         """parts: for each input, one output a rank. The outputs may differ in size."""
         for each in parts:
             self._one_a_rank("all_gather", "output", each)
-        prepared = [copy_call("all_gather", [own], each) for each, own in zip(parts, inputs, strict=True)]
+        prepared = calls.all_gathers(parts, inputs, self.netfold.rank, merges=self._merges([inputs, *parts]))
         return self._together(prepared, result, opts)
 
     @_noted
@@ -325,6 +323,10 @@ class Operations:
 
         work = NetfoldWork(self.netfold, operations, result, finish=finish if finishes else None)
         return self._handed_out(work, opts)
+
+    def _merges(self, tensors: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether small calls among these may share an operation: there are several, of tensors in the CPU's memory."""
+        return len(tensors[0]) > 1 and not any(self._on_device(each) for each in tensors)
 
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Whether any tensor is in device memory. ValueError for a device that this group does not serve."""

@@ -66,6 +66,12 @@ void copy_block(const Buffer& to, const Buffer& from);
 
 // A digest of the sizes of all blocks, in order. Ranks compare it to find that their sizes differ.
 std::uint64_t layout_of(const std::vector<Buffer>& blocks);
+// " of several tensors (digest of all sizes: 123)", for the text of a coalesced call.
+std::string coalesced_text(std::uint64_t digest);
+
+// In Call::layout: the call is made of several calls, of which each rank passes the same sizes. A size in elements does
+// not have this bit.
+inline constexpr std::uint64_t kCoalesced = std::uint64_t{1} << 63;
 
 // In Call::step_of: the whole call is an average.
 inline constexpr std::uint8_t kStepOfAverage = 0x80;
@@ -108,7 +114,9 @@ struct Call {
   bool copies_inputs = false;  // the algorithm works on a copy of the inputs, since outputs overlap them
   std::uint8_t step_of = 0;    // of a call inside another call: that call's step(); else 0
   int whole_root = -1;         // of a call inside another call: that call's root
-  std::uint64_t layout = 0;    // of a call inside another call: layout_of that call's blocks, where ranks have blocks
+  // Of a call inside another call: layout_of that call's blocks, where ranks have blocks. Of several calls in one: a
+  // digest of the sizes of all, with kCoalesced; the calls inside it have it too. Else 0.
+  std::uint64_t layout = 0;
   std::span<const std::uint32_t> ranks_in_tensors;  // of an average, by rank; see ranks_in()
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;

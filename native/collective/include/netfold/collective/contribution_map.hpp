@@ -23,6 +23,10 @@ namespace netfold::collective {
 
 class ContributionMap {
  public:
+  // In size_digest() of several calls in one: it is a digest of their sizes. Only a tensor of 2^31 elements
+  // has this bit too, and only an error's text would then name the size wrongly.
+  static constexpr std::uint32_t kCoalescedDigest = std::uint32_t{1} << 31;
+
   // Of `call` on this rank of `team`. Borrows the call. The constructor copies an all_gather's own block to its
   // output, and contributes it from there.
   ContributionMap(const Call& call, const Team& team);
@@ -32,7 +36,7 @@ class ContributionMap {
   kernels::DType wire() const { return wire_; }
   kernels::ReduceOp reduce() const { return reduce_; }
   // The call's size in every packet: the number of the tensor's elements or, where each rank has a block, a digest of
-  // the block sizes; 32 bits.
+  // the block sizes, with kCoalescedDigest a digest of the sizes of several calls; 32 bits.
   std::uint32_t size_digest() const { return size_digest_; }
 
   // This rank's contribution to `count` elements from `first` on, in the wire format. Points into the tensor, or to
