@@ -199,8 +199,10 @@ def start_ranks(
     if hosts is None:
         size = network.place.ranks
         hosts = [rank * network.hosts // size for rank in range(size)]
+    # The kernel takes 107 bytes of a Unix socket's path.
+    place = "/tmp" if len(tempfile.gettempdir()) > 60 else None
     with (
-        tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="netfold-bench-", dir=place) as folder,
         socket.socket(socket.AF_UNIX) as server,
     ):
         server.bind(f"{folder}/orders")
