@@ -65,6 +65,10 @@ def groups_of_local_synchronization_are_made_different_numbers_of_times(dist: An
         tensor = torch.tensor([rank + 1.0])
         dist.all_reduce(tensor, group=group)
         assert tensor.item() == sum(pair) + 2
+    # Over all ranks gloo waits for ever: torch's name of a group counts the calls of the rank.
+    tensor = torch.tensor([1.0])
+    dist.all_reduce(tensor, group=dist.new_group(list(range(size)), use_local_synchronization=True))
+    assert tensor.item() == size
 
 
 @case

@@ -148,7 +148,6 @@ class Parent(NamedTuple):
 
     group: Group
     ranks: Sequence[int]  # of the members in it
-    name: str  # as of Group.meeting
 
 
 def parent_of(options: Any) -> Parent | None:
@@ -162,7 +161,7 @@ def parent_of(options: Any) -> Parent | None:
     if operations is None or not members or not set(members) <= set(operations.netfold.job_ranks):
         return None
     group = operations.netfold
-    return Parent(group, [group.job_ranks.index(rank) for rank in members], options.group_id)
+    return Parent(group, [group.job_ranks.index(rank) for rank in members])
 
 
 def open_group(
@@ -195,7 +194,8 @@ def open_group(
     if parent is not None:
         # A parent fails on all of its ranks, so they all go on over the store.
         with contextlib.suppress(ParentLost):
-            return connect(parent.group.meeting(parent.ranks, parent.name, store_host()))
+            # Without torch's name of the group: it counts the calls of this rank, and ranks make different subgroups.
+            return connect(parent.group.meeting(parent.ranks, "torch", store_host()))
     former_switch = None if parent is None else parent.group.options.switch
     try:
         return connect(StoreMeeting(TorchStore(part), rank, size, store_host(), former_switch))
@@ -258,7 +258,7 @@ def _backend(
         child_store = PrefixStore("netfold", store)
         members = [parent.job_ranks[each] for each in ranks] if parent.job_ranks else ()
         place = ranks.index(parent.rank)
-        from_parent = Parent(parent, ranks, "split")
+        from_parent = Parent(parent, ranks)
         child: NetfoldBackend = _backend(
             child_store, place, len(ranks), child_timeout, options, members, parent=from_parent
         )
