@@ -3,8 +3,8 @@
 Candidates are ranks of one host and one network namespace, as `host_identity` names them. Every rank has a datagram
 socket with an abstract name that only the group can derive (`NodeSocket`). Each candidate tries to reach the socket of
 every other one. Ranks that all reach each other are a node. The lowest rank of a node makes the node's memory (memfd)
-and sends it to each rank of the node. Later the ranks wake each other, and pass descriptors of buffers, by the same
-sockets. So a rank has one socket and one memory, whatever the number of ranks.
+and sends it to each rank of the node; where it cannot, they communicate by TCP. Later the ranks wake each other, and
+pass descriptors of buffers, by the same sockets. So a rank has one socket and one memory, whatever the number of ranks.
 
 Names of abstract sockets can be listed by every user of the host. Each message therefore carries a token, and a filter
 in the kernel drops messages without it.
@@ -15,8 +15,10 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hmac
+import logging
 import os
 import socket
 import struct
@@ -26,7 +28,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from netfold._native import engine
+from netfold.errors import NetfoldError
 
+log = logging.getLogger("netfold")
+
+_REMEDIES = {
+    errno.EPERM: "let the container's seccomp profile allow memfd_create",
+    errno.ENOSYS: "let the container's seccomp profile allow memfd_create",
+    errno.EFBIG: "raise the bound of a file's size (ulimit -f)",
+    errno.ENOMEM: "raise the memory of this host or container",
+    errno.EMFILE: "raise the number of open files (ulimit -n)",
+}
 _TOKEN_BYTES = 16
 _FILLING = bytes(24)  # up to the length of native messages; operation 0
 _SO_ATTACH_FILTER = 26
@@ -154,7 +166,10 @@ def form_node(own: NodeSocket, candidates: Sequence[int], exchange: Exchange) ->
     memory: int | None = None
     try:
         if rank == members[0] and len(members) > 1:
-            memory = give_memory(own, members)
+            try:
+                memory = give_memory(own, members)
+            except NetfoldError as error:
+                log.warning("%s; the ranks of this host communicate by TCP", error)
         exchange.all_gather(None)  # every node's memory has been sent
         if rank != members[0]:
             memory = take_memory(own, members)
@@ -172,8 +187,19 @@ def form_node(own: NodeSocket, candidates: Sequence[int], exchange: Exchange) ->
 
 
 def give_memory(own: NodeSocket, members: Sequence[int]) -> int:
-    """Make the memory of a node, and send it to all other members, which have their sockets. The caller owns it."""
-    memory = _make_memory(engine.node_bytes(len(members)))
+    """Make the memory of a node, and send it to all other members, which have their sockets. The caller owns it.
+
+    Raises NetfoldError, with a remedy, where the host makes no memory that can be shared.
+    """
+    bytes_ = engine.node_bytes(len(members))
+    try:
+        memory = _make_memory(bytes_)
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "see what bounds this process (ulimit -a, cgroup, seccomp)")
+        raise NetfoldError(
+            f"rank {own.rank} cannot make the {bytes_} bytes that the {len(members)} ranks of its host would share "
+            f"({error.strerror}): {remedy}"
+        ) from None
     for peer in members:
         if peer != own.rank:
             own.send_memory(peer, memory)

@@ -8,6 +8,7 @@ in an ExitStack how to undo this. A failure in a later step, and the end of the 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import time
@@ -34,6 +35,8 @@ from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.switch_protocol.open_files import allow_open_files, files_needed
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
 from netfold.tuning.cost import BY_SWITCH
+
+log = logging.getLogger("netfold")
 
 # Connections between two ranks: one for collectives and one for messages, so that neither waits for the other. One more
 # for each switch carries the switch's operations after that switch is lost.
@@ -125,6 +128,12 @@ def connect_group(
     node_socket = NodeSocket(rank, agreement.job.secret) if options.shares_memory else None
     if node_socket is not None:
         undo.callback(node_socket.close)
+        if not node_socket.host:
+            log.warning(
+                "rank %d communicates by TCP with other ranks of its host: without /proc it cannot tell which those "
+                "are; mount it",
+                rank,
+            )
     mesh = meeting.connect(agreement, registered_group, options, node_socket, deadline, undo)
     agreement = agreement._replace(job=mesh.job)
     with _failure_told(mesh.tree):

@@ -23,7 +23,10 @@ def allow_open_files(count: int) -> None:
     The default soft limit, 1024, is that of programs which use select(), whose sets end there. Nothing is lowered.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + count
+    try:
+        needed = len(os.listdir("/proc/self/fd")) + count
+    except OSError:  # no /proc: as if all that may be open were
+        needed = soft + count
     wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # A sandbox may forbid it: connections then name the error.
