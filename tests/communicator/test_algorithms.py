@@ -71,8 +71,11 @@ def fold_of(label: str) -> Any:
     reference = by_ring if algorithm == "ring" else by_rank
 
     def of(op: str, parts: Any) -> Any:
-        travels = wire != "auto" and parts[0].dtype == np.float32 and len(parts) > 1
-        return reference(op, parts, wire if travels else "f32")
+        dtype = parts[0].dtype
+        travels = wire != "auto" and dtype == np.float32 and len(parts) > 1
+        # A switch's sum comes in the tensor's type, and each rank divides it.
+        divides_rounded = algorithm == "in_network" and (op, dtype) == ("avg", np.float16) and len(parts) > 1
+        return reference(op, parts, wire if travels else "f16" if divides_rounded else "f32")
 
     return of
 
@@ -194,6 +197,9 @@ def test_the_requested_algorithm_runs(size: int, label: str) -> None:
 def test_direct_and_in_network_give_the_same_bits(size: int) -> None:
     found = world(size)[0]
     for case in cases_of("in_network"):
+        # Behind a switch each rank divides the rounded sum, which is exact for a power of two alone.
+        if case[:2] == ("avg", "float16") and size & (size - 1):
+            continue
         assert found["direct"]["cases"][case][1] == found["in_network"]["cases"][case][1], case
 
 

@@ -66,7 +66,7 @@ def test_native_ranks_add_through_a_switch_with_tokens(
     switch, token_file = guarded
     both = values(run_threads(_adds, 2, switch.endpoint, new_job(), token_file, security))
     assert both == [(True, encrypts)] * 2
-    switch.wait_for("event=started .*packets " + ("encrypted" if encrypts else "authenticated"))
+    switch.wait_for(f"event=started .*authenticated=yes encrypted={'yes' if encrypts else 'no'}")
 
 
 def test_native_ranks_in_processes_add(guarded: tuple[RunningSwitch, str]) -> None:

@@ -43,7 +43,7 @@ def test_each_generation_reduces_in_the_network_with_the_memory_of_the_one_befor
         assert [each[:2] for each in left] == [(0.0, 4)] * 4
         assert [sorted(packets) for _, _, packets in left] == [[1, 2, 3]] * 3 + [[3]]
         assert all(min(packets.values()) > 0 for _, _, packets in left)
-        starts = switch.wait_for(r"epoch (\d+) starts with (\d) workers, window (\d+) x", count=3)
+        starts = switch.wait_for(r"epoch=(\d+) workers=(\d) window=(\d+)", count=3)
     epochs, workers, windows = zip(*(map(int, each) for each in starts), strict=True)
     assert list(epochs) == sorted(set(epochs)) and workers == (4, 3, 4)
     assert windows[0] == windows[2] > 0
