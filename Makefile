@@ -37,7 +37,7 @@ demo: build ## the main job: train EDSR over a software switch, then with gloo, 
 	@$(VENV)/bin/netfold demo
 
 # One worker more than cores: tests wait, too.
-test: build ## all tests but those below: no root, no network namespaces, about twenty minutes on two cores
+test: build ## all tests but those below: no root, no network namespaces, about half an hour on two cores
 	@$(PY) -m pytest -m 'not (rack or soak or ecosystem or fuzz or jobs)' -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder -q
 
 test-jobs: build ## whole jobs as users start them: netfold train, demo, profile run, bench, PyTorch's suite in short

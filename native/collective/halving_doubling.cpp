@@ -185,14 +185,14 @@ class HalvingDoubling final : public PipelinedPlan {
     }
   }
 
-  // What a received block is added to: own values, or a sum of several ranks.
+  // A received block is added to own values, or to a sum of several ranks.
   struct Sum {
     int arrived_of;
     int own_of;
     bool finishes;
   };
   Sum pair_sum() const { return {team().position() - 1, team().position(), false}; }
-  // Of a step with `partner` in the core. A pair's rank in the core has a sum from the start.
+  // Returns the sum that a step with `partner` in the core makes. A pair's rank in the core has a sum from the start.
   Sum core_sum(int partner, bool is_first, bool is_last) const {
     const auto of = [&](int position) { return is_first && position >= 2 * extra_ ? position : Reduction::kSum; };
     return {of(partner), of(team().position()), is_last};

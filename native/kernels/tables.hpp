@@ -51,7 +51,7 @@ constexpr std::uint32_t rounding_bits(std::uint32_t seed, std::size_t index) {
   return mixed_bits(seed + static_cast<std::uint32_t>(index) * kRoundingStride);
 }
 
-// What is left to divide a partial mean of `ranks` by.
+// The divisor that makes a partial mean of `ranks` their mean.
 constexpr float mean_divisor(std::uint32_t ranks) { return static_cast<float>(ranks) * mean_scale(1, ranks); }
 
 constexpr std::size_t index(ReduceOp op) { return static_cast<std::size_t>(op); }

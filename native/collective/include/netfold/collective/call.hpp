@@ -76,7 +76,7 @@ inline constexpr std::uint64_t kCoalesced = std::uint64_t{1} << 63;
 // In Call::step_of: the whole call is an average.
 inline constexpr std::uint8_t kStepOfAverage = 0x80;
 
-// What becomes of a sum. partial: a partial mean (kernels/reduce.hpp) of the ranks, for a call inside an average.
+// Whether a sum is divided. partial: it becomes a partial mean (kernels/reduce.hpp), for a call inside an average.
 enum class Averaging : std::uint8_t { none = 0, whole = 1, partial = 2 };
 
 // One call of one rank. The buffers are borrowed until the work completes. Each kind uses (P ranks):
@@ -114,8 +114,8 @@ struct Call {
   bool copies_inputs = false;  // the algorithm works on a copy of the inputs, since outputs overlap them
   std::uint8_t step_of = 0;    // of a call inside another call: that call's step(); else 0
   int whole_root = -1;         // of a call inside another call: that call's root
-  // Of a call inside another call: layout_of that call's blocks, where ranks have blocks. Of several calls in one: a
-  // digest of the sizes of all, with kCoalesced; the calls inside it have it too. Else 0.
+  // A call inside another call has layout_of that call's blocks here, where ranks have blocks. A call made of several
+  // has a digest of the sizes of all, with kCoalesced, and so have the calls inside it. Else 0.
   std::uint64_t layout = 0;
   std::span<const std::uint32_t> ranks_in_tensors;  // of an average, by rank; see ranks_in()
   std::vector<Buffer> inputs;

@@ -1,4 +1,4 @@
-// What a reducing algorithm does with values that meet: the call's operator, or an average.
+// A reducing algorithm merges values that meet by the call's operator, or into an average.
 //
 // An average is a merge of partial means (kernels/reduce.hpp). A rank's tensor is the partial mean of as many ranks as
 // Call::ranks_in says. Where a call reduces in one place, all tensors meet there, and floats are rounded once. Where

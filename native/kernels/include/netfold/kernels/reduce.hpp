@@ -37,7 +37,7 @@ bool is_defined(ReduceOp op, DType dtype);
 // more than 1/2 and at most 1.
 // Integers are added, wrap, and are divided by the ranks at the end, toward zero.
 
-// What turns the partial mean of `ranks` into a term of the partial mean of `all` of them; ranks <= all.
+// The factor that makes the partial mean of `ranks` a term of the partial mean of `all` of them; ranks <= all.
 constexpr float mean_scale(std::uint32_t ranks, std::uint32_t all) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(127 + std::bit_width(ranks - 1) - std::bit_width(all - 1))
                               << 23);
