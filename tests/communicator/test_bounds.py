@@ -67,7 +67,8 @@ def test_call_sites_of_generated_functions_are_bounded(tmp_path: Any) -> None:
 
 def few_descriptors(rank: int, size: int, folder: str) -> float:
     with Communicator(FileStore(folder), rank, size, options=Options(transport="tcp")) as group:
-        group.barrier()
+        # UBSan looks at the first object of a class by means of a pipe, which the limit forbids.
+        group.all_reduce(np.ones(4))
         if rank == 1:
             time.sleep(1.5)
         else:
