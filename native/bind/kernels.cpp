@@ -160,7 +160,7 @@ void quantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contri
   const std::size_t count = check_bytes(dst, DType::i8, src, DType::f32, magnitudes, contributions);
   if (lost) expect_count(count_of(*lost, DType::f32, "lost"), count, "lost");
   quantise_bytes(data_of<std::int8_t>(dst), data_of<float>(src), lost ? data_of<float>(*lost) : nullptr, count,
-                 data_of<std::int32_t>(magnitudes), byte_levels_for(contributions), rounding_key(operation, worker),
+                 data_of<std::int32_t>(magnitudes), byte_levels_for(contributions), rounding_key(operation, worker), 0,
                  table_of(isa));
 }
 

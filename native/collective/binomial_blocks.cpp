@@ -57,8 +57,11 @@ class BinomialBlocks final : public Algorithm {
         if (failure_) break;
       }
       if (failure_) return Progress::failed;
+      moved |= copies_.advance();
       const auto done = [](const auto& message) { return message.done(); };
-      if (!std::all_of(incoming_.begin(), incoming_.end(), done)) return moved ? Progress::moved : Progress::idle;
+      if (!copies_.done() || !std::all_of(incoming_.begin(), incoming_.end(), done)) {
+        return moved ? Progress::moved : Progress::idle;
+      }
       if (stage_ == Stage::sizes_in && !compare_sizes()) return Progress::failed;
       if (stage_ == Stage::blocks_out) {
         if (!std::all_of(outgoing_.begin(), outgoing_.end(), done)) return moved ? Progress::moved : Progress::idle;
@@ -161,26 +164,26 @@ class BinomialBlocks final : public Algorithm {
     return true;
   }
 
-  // Copies out this rank's outputs: its own block, or at the root of a gather all blocks.
+  // Begins to copy out this rank's outputs: its own block, or at the root of a gather all blocks.
   void take_own() {
     std::byte* next = blocks_.get();
     const std::size_t count = gathers() ? sizes_.size() : 1;
     for (std::size_t i = 0; i < count; ++i) {
       const auto at = static_cast<std::size_t>(position(static_cast<int>(i)));
       const Buffer& to = call_.outputs[gathers() ? at : 0];
-      copy_block(to, {next, to.bytes});
+      copies_.add(to, {next, to.bytes});
       next += to.bytes;
     }
   }
 
-  // Copies in this rank's inputs: its own block, or at the root of a scatter all blocks.
+  // Begins to copy in this rank's inputs: its own block, or at the root of a scatter all blocks.
   void give_own() {
     std::byte* next = blocks_.get();
     const std::size_t count = gathers() ? 1 : sizes_.size();
     for (std::size_t i = 0; i < count; ++i) {
       const auto at = static_cast<std::size_t>(position(static_cast<int>(i)));
       const Buffer& from = call_.inputs[gathers() ? 0 : at];
-      copy_block({next, from.bytes}, from);
+      copies_.add({next, from.bytes}, from);
       next += from.bytes;
     }
   }
@@ -193,6 +196,7 @@ class BinomialBlocks final : public Algorithm {
   std::vector<int> targets_;             // of the parent (gather) or the children (scatter)
   std::vector<std::uint64_t> sizes_;     // of the subtree's blocks, by number minus number_
   std::unique_ptr<std::byte[]> blocks_;  // of the subtree, in the same order
+  BlockCopies copies_;                   // to or from blocks_
   Stage stage_ = Stage::sizes_in;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;  // from sources_, in stages that receive

@@ -93,11 +93,11 @@ class Bruck final : public PipelinedPlan {
     }
   }
 
-  void finish() override {
+  void add_last_copies(BlockCopies& copies) override {
     for (std::size_t d = 1; d < arrived_.size(); ++d) {
       const int from = team().wrapped(team().position() - static_cast<int>(d));
       const Buffer& to = call().outputs[static_cast<std::size_t>(from)];
-      copy_block(to, {arrived_[d], to.bytes});
+      copies.add(to, {arrived_[d], to.bytes});
     }
   }
 

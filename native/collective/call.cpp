@@ -1,6 +1,5 @@
 #include <netfold/collective/call.hpp>
 
-#include <cstring>
 #include <numeric>
 
 namespace netfold::collective {
@@ -18,10 +17,6 @@ const char* name(AlgorithmId algorithm) {
       "bruck", "pairwise", "chain", "point_to_point", "split"};
   const auto value = static_cast<int>(algorithm);
   return value < kAlgorithmCount ? kNames[value] : "?";
-}
-
-void copy_block(const Buffer& to, const Buffer& from) {
-  if (to.bytes > 0 && to.data != from.data) std::memcpy(to.data, from.data, to.bytes);
 }
 
 std::uint64_t layout_of(const std::vector<Buffer>& blocks) {
@@ -103,12 +98,6 @@ const Buffer* Call::taken_from(int self, int peer) const {
     default:
       return nullptr;
   }
-}
-
-void Call::copy_own_block(int self) const {
-  const Buffer* from = given_to(self, self);
-  const Buffer* to = taken_from(self, self);
-  if (from != nullptr && to != nullptr) copy_block(*to, *from);
 }
 
 std::size_t Call::elements() const { return tensor().bytes / kernels::element_bytes(dtype); }

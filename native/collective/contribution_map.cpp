@@ -58,10 +58,9 @@ ContributionMap::ContributionMap(const Call& call, const Team& team)
       size_digest_ = xor_fold(call.layout != 0 ? call.layout : layout_of(call.inputs));
       break;
     case Kind::all_gather:
-      copy_block(call.outputs[self], call.inputs[0]);
       for (std::size_t rank = 0; rank < ranks; ++rank) {
         const Buffer& block = call.outputs[rank];
-        add(block.bytes, rank == self ? block.data : nullptr, rank == self ? nullptr : block.data);
+        add(block.bytes, rank == self ? call.inputs[0].data : nullptr, block.data);
       }
       size_digest_ = xor_fold(call.layout != 0 ? call.layout : layout_of(call.outputs));
       break;

@@ -41,14 +41,13 @@ class Direct final : public Algorithm {
 
   Progress poll(std::int64_t) override {
     bool moved = send();
-    if (!begun_) {
-      begun_ = true;
-      call_.copy_own_block(team_.position());  // the other ranks need not wait for this
-    }
+    moved |= copies_.advance();  // the other ranks need not wait for this
     moved |= receive();
     if (failure_) return Progress::failed;
     moved |= reduce_arrived();
-    if (sent_ < outgoing_.size() || received_ < incoming_.size()) return moved ? Progress::moved : Progress::idle;
+    if (sent_ < outgoing_.size() || received_ < incoming_.size() || !copies_.done() || !all_reduced()) {
+      return moved ? Progress::moved : Progress::idle;
+    }
     counts_.registrations = tensor_registrations_.registrations();
     return Progress::done;
   }
@@ -102,6 +101,9 @@ class Direct final : public Algorithm {
     const bool reduces = call_.kind == Kind::all_reduce || call_.kind == Kind::reduce_scatter ||
                          (call_.kind == Kind::reduce && me == call_.root);
     if (reduces) gather_contributions(*call_.given_to(me, me));
+    copies_.add_own_block(call_, me);
+    // A paced exchange moves few messages at a time.
+    slice_bytes_ = slice_bytes(is_paced_ ? 2 * kAtOnce : outgoing_.size() + incoming_.size());
   }
 
   void send_to(int position, const Buffer& buffer) {
@@ -143,7 +145,7 @@ class Direct final : public Algorithm {
     bool moved = false;
     for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
       Outgoing& message = outgoing_[i];
-      const std::size_t bytes = message.advance(mesh_, failure_);
+      const std::size_t bytes = message.advance(mesh_, failure_, slice_bytes_);
       counts_.wire_bytes += bytes;
       moved |= bytes > 0;
       if (failure_) {
@@ -166,7 +168,7 @@ class Direct final : public Algorithm {
     for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
       if (incoming_[i].done()) continue;
       Failure reported;
-      moved |= incoming_[i].advance(mesh_, reported) > 0;
+      moved |= incoming_[i].advance(mesh_, reported, slice_bytes_) > 0;
       const bool is_last = reported || (failure_ && !is_paced_);
       if (reported) failure_ = std::move(reported);
       if (is_last) break;
@@ -175,7 +177,11 @@ class Direct final : public Algorithm {
     return moved;
   }
 
-  // Adds what has arrived from all other ranks. Returns whether there was anything to add.
+  bool all_reduced() const {
+    return sources_.empty() || call_.outputs[0].bytes - reduced_ < kernels::element_bytes(call_.dtype);
+  }
+
+  // Adds a slice of what has arrived from all other ranks. Returns whether there was anything to add.
   bool reduce_arrived() {
     if (sources_.empty()) return false;
     const Buffer& out = call_.outputs[0];
@@ -185,7 +191,8 @@ class Direct final : public Algorithm {
     for (const Outgoing& message : outgoing_) ready = std::min(ready, message.free_before(mesh_, out));
     if (ready < out.bytes && ready < reduced_ + kReduceBytes) return false;
     const std::size_t unit = kernels::element_bytes(call_.dtype);
-    const Buffer part{out.data + reduced_, (ready - reduced_) / unit * unit};
+    const std::size_t most = std::max(kReduceBytes, kSliceBytes / sources_.size());
+    const Buffer part{out.data + reduced_, std::min(most, ready - reduced_) / unit * unit};
     if (part.bytes == 0) return false;
     parts_.clear();
     for (const std::byte* source : sources_) parts_.push_back(source + reduced_);
@@ -199,7 +206,6 @@ class Direct final : public Algorithm {
   Team team_;
   Reduction reduction_;
   const bool is_paced_;
-  bool begun_ = false;
   std::vector<Outgoing> outgoing_;  // by step
   std::vector<Incoming> incoming_;
   std::size_t sent_ = 0;      // all messages below are sent
@@ -209,6 +215,8 @@ class Direct final : public Algorithm {
   std::vector<const std::byte*> sources_;  // to reduce, in rank order; empty where nothing is reduced
   std::vector<const void*> parts_;         // of sources_
   std::size_t reduced_ = 0;                // bytes
+  BlockCopies copies_;
+  std::size_t slice_bytes_ = 0;  // of a message
 };
 
 }  // namespace

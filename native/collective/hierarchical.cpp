@@ -27,6 +27,7 @@
 // (Hierarchical collectives: Karonis et al., 2000.)
 #include <netfold/collective/call_sequence.hpp>
 #include <netfold/collective/message.hpp>
+#include <netfold/collective/slice.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -274,7 +275,7 @@ class Hierarchical final : public CallSequence {
 
   // At the root of a gather: copies the blocks of other hosts to the outputs, if the sizes are as expected.
   void unpack() {
-    const std::byte* next = scratch_.get();
+    std::byte* next = scratch_.get();
     for (std::size_t host = 0; host < hosts_.size(); ++host) {
       if (host == hosts_.own()) continue;
       const std::byte* table = next;
@@ -288,7 +289,7 @@ class Hierarchical final : public CallSequence {
           failure_ = mismatch(peer, MessageHeader::of(call_, bytes), rank(), MessageHeader::of(call_, to.bytes));
           return;
         }
-        if (bytes > 0) std::memcpy(to.data, next, bytes);
+        copies_.add(to, {next, bytes});
         next += bytes;
       }
     }
@@ -311,6 +312,7 @@ class Hierarchical final : public CallSequence {
   }
 
   bool start_next() override {
+    if (copies_.advance()) return true;
     if (next_ == stages_.size()) return false;
     start(stages_[next_++]);
     return !failure_;
@@ -323,7 +325,7 @@ class Hierarchical final : public CallSequence {
       case Action::unpack:
         return unpack();
       case Action::copy:
-        for (std::size_t i = 0; i < stage.inputs.size(); ++i) copy_block(stage.outputs[i], stage.inputs[i]);
+        for (std::size_t i = 0; i < stage.inputs.size(); ++i) copies_.add(stage.outputs[i], stage.inputs[i]);
         return;
       case Action::inside:
       case Action::between:
@@ -393,6 +395,7 @@ class Hierarchical final : public CallSequence {
   std::unique_ptr<std::byte[]> scratch_;
   // Of the blocks of a gather or scatter: this host's, or all at the root of a scatter, by host.
   std::vector<std::uint64_t> sizes_;
+  BlockCopies copies_;  // of the stages that began
   std::vector<Stage> stages_;
   std::size_t next_ = 0;  // of the stages
 };

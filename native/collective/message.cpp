@@ -67,7 +67,7 @@ std::string MessageHeader::summary() const {
   return text + ", wire " + kernels::name(wire) + ")";
 }
 
-transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
+transport::Mesh::Io Outgoing::send(transport::Mesh& mesh, std::size_t most) {
   const std::size_t begin = sent_ - std::min(sent_, sizeof header_);
   auto* data = const_cast<std::byte*>(data_) + begin;
   const std::size_t chunk = rma_chunk(bytes_, begin);
@@ -81,15 +81,15 @@ transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
   if (sent_ < sizeof header_) {
     chunks[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
   }
-  if (chunk > 0 && !by_rma) chunks[count++] = {data, bytes_ - begin};
+  if (chunk > 0 && !by_rma) chunks[count++] = {data, std::min(most, bytes_ - begin)};
   return mesh.send(peer_, {chunks, count});
 }
 
-std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
+std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure, std::size_t most) {
   if (done()) return 0;
   std::size_t moved = 0;
-  while (!all_sent()) {
-    const auto io = send(mesh);
+  while (!all_sent() && moved < most) {
+    const auto io = send(mesh, most);
     if (io.closed) {
       failure = peer_lost(peer_, io, header_);
       return moved;
@@ -166,15 +166,15 @@ void Incoming::post_receives(transport::Mesh& mesh) {
   }
 }
 
-std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
+std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure, std::size_t most) {
   std::size_t moved = 0;
   post_receives(mesh);
   if (!header_.done()) {
     moved = header_.advance(mesh, failure);
     if (failure || !header_.done()) return moved;
   }
-  while (received_ < bytes_) {
-    const auto io = mesh.receive(peer(), data_ + received_, bytes_ - received_);
+  while (received_ < bytes_ && moved < most) {
+    const auto io = mesh.receive(peer(), data_ + received_, std::min(most, bytes_ - received_));
     if (io.closed) {
       failure = peer_lost(peer(), io, MessageHeader());
       return moved;

@@ -4,17 +4,15 @@
 // algorithm leaves where it is. In every other overlap a result would replace values that are still to be sent: an
 // all_to_all in place, or an output that lies across two inputs. Such a call works on a copy of its inputs, made when
 // its turn comes, since earlier calls may still write them. Cost: the memory and one pass over the inputs.
+#include <netfold/collective/slice.hpp>
+
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include "algorithms.hpp"
 
 namespace netfold::collective {
 namespace {
-
-// Bytes copied in one poll, so that the other groups of the thread go on.
-constexpr std::size_t kCopyBytes = 4 << 20;
 
 std::vector<Buffer> by_address(const std::vector<Buffer>& buffers) {
   std::vector<Buffer> sorted;
@@ -62,16 +60,21 @@ class CopiedInputs final : public Algorithm {
     copy_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
     std::byte* next = copy_.get();
     for (Buffer& input : copied_call_.inputs) {
-      input.data = next;
-      next += input.bytes;
+      const Buffer copy{next, input.bytes};
+      copies_.add(copy, input);
+      input = copy;
+      next += copy.bytes;
     }
     // Calls over a switch begin in one order on all ranks, so this one must not begin later than the calls behind it.
-    if (call.algorithm == AlgorithmId::in_network) copy_inputs(bytes);
+    if (call.algorithm != AlgorithmId::in_network) return;
+    while (copies_.advance()) {
+    }
+    begin();
   }
 
   Progress poll(std::int64_t now_ns) override {
     if (!begun_) {
-      copy_inputs(kCopyBytes);
+      if (!copies_.advance()) begin();
       return Progress::moved;
     }
     if (algorithm_ == nullptr) return Progress::done;
@@ -90,17 +93,7 @@ class CopiedInputs final : public Algorithm {
   bool awaited_may_wait() const override { return algorithm_ != nullptr && algorithm_->awaited_may_wait(); }
 
  private:
-  void copy_inputs(std::size_t most) {
-    for (; number_ < call_.inputs.size() && most > 0; ++number_, first_ = 0) {
-      const std::size_t bytes = std::min(most, call_.inputs[number_].bytes - first_);
-      if (bytes > 0) {
-        std::memcpy(copied_call_.inputs[number_].data + first_, call_.inputs[number_].data + first_, bytes);
-      }
-      most -= bytes;
-      first_ += bytes;
-      if (first_ < call_.inputs[number_].bytes) return;
-    }
-    if (number_ < call_.inputs.size()) return;
+  void begin() {
     begun_ = true;
     algorithm_ = make_algorithm(copied_call_, paths_);
   }
@@ -109,8 +102,7 @@ class CopiedInputs final : public Algorithm {
   const Paths paths_;
   Call copied_call_;
   std::unique_ptr<std::byte[]> copy_;
-  std::size_t number_ = 0;  // of the input that is copied next, from the byte `first_` on
-  std::size_t first_ = 0;
+  BlockCopies copies_;
   bool begun_ = false;
   std::unique_ptr<Algorithm> algorithm_;
 };

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstring>
+#include <utility>
 
 namespace netfold::collective {
 namespace {
@@ -75,6 +76,8 @@ void PipelinedPlan::finish_plan() {
     largest = std::max(largest, staged);
   }
   if (converts_) decoded_.resize(largest);
+  copies_.add_own_block(call_, team_.position());
+  slice_bytes_ = slice_bytes(outs_.size() + ins_.size());
   lease_tensors();
 }
 
@@ -113,13 +116,14 @@ const std::byte* PipelinedPlan::encoded(Out& out) {
 std::size_t PipelinedPlan::gather(Out& out, std::span<iovec> parts, std::size_t* bytes) {
   std::size_t count = 0;
   const auto append = [&](const void* data, std::size_t length, std::size_t skip) {
-    if (skip >= length) return;
-    parts[count++] = {static_cast<std::byte*>(const_cast<void*>(data)) + skip, length - skip};
-    *bytes += length - skip;
+    if (skip >= length || *bytes >= slice_bytes_) return;
+    const std::size_t some = std::min(length - skip, slice_bytes_ - *bytes);
+    parts[count++] = {static_cast<std::byte*>(const_cast<void*>(data)) + skip, some};
+    *bytes += some;
   };
   append(&out.header, sizeof out.header, out.header_sent);
   std::size_t skip = out.sent;
-  for (std::size_t i = out.next; i < out.chunks.size() && count + 2 <= parts.size(); ++i) {
+  for (std::size_t i = out.next; i < out.chunks.size() && count + 2 <= parts.size() && *bytes < slice_bytes_; ++i) {
     const Send& chunk = out.chunks[i];
     if (skip == 0 && (!reached(chunk.after) || uses_rma(out.peer, chunk.bytes))) break;
     append(&chunk_marker, sizeof chunk_marker, skip);
@@ -157,7 +161,7 @@ bool PipelinedPlan::reclaim(Out& out) {
 
 bool PipelinedPlan::advance(Out& out) {
   bool moved = reclaim(out);
-  while (!out.all_sent()) {
+  while (!out.all_sent() && out.slice > 0) {
     const bool is_next = out.header_sent == sizeof out.header && out.sent == 0;
     if (is_next && uses_rma(out.peer, out.chunks[out.next].bytes)) {
       if (!reached(out.chunks[out.next].after) || !put(out)) break;
@@ -183,6 +187,7 @@ bool PipelinedPlan::advance(Out& out) {
 
 void PipelinedPlan::account(Out& out, std::size_t bytes) {
   counts_.wire_bytes += bytes;
+  out.slice -= std::min(out.slice, bytes);
   const std::size_t of_header = std::min(bytes, sizeof out.header - out.header_sent);
   out.header_sent += of_header;
   bytes -= of_header;
@@ -259,8 +264,8 @@ void PipelinedPlan::post_receives(In& in) {
 bool PipelinedPlan::advance(In& in) {
   if (in.unexpected) return read_abort(in, {});
   if (!failure_) post_receives(in);
-  bool moved = false;
-  while (!in.done() && may_read(in)) {
+  std::size_t moved = 0;
+  while (!in.done() && may_read(in) && moved < slice_bytes_) {
     std::array<iovec, 3> parts;
     std::size_t count = 0;
     std::size_t wanted = 0;
@@ -278,15 +283,16 @@ bool PipelinedPlan::advance(In& in) {
       const std::size_t of_marker = std::min(in.received, sizeof in.marker);
       append(reinterpret_cast<std::byte*>(&in.marker) + of_marker, sizeof in.marker - of_marker);
       const std::size_t of_values = in.received - of_marker;
-      if (may_read_values(in)) append(into + of_values, whole - sizeof in.marker - of_values);
+      const std::size_t left = whole - sizeof in.marker - of_values;
+      if (may_read_values(in)) append(into + of_values, std::min(left, slice_bytes_));
     }
     const auto io = mesh_.receive(in.peer, {parts.data(), count});
     if (io.closed) {
       record(peer_lost(in.peer, io, MessageHeader::of(call_, 0)));
-      return moved;
+      return moved > 0;
     }
     if (io.bytes == 0) break;
-    moved = true;
+    moved += io.bytes;
     const std::size_t of_header = std::min(io.bytes, sizeof in.header - in.header_received);
     in.header_received += of_header;
     in.received += io.bytes - of_header;
@@ -311,7 +317,7 @@ bool PipelinedPlan::advance(In& in) {
     }
     if (io.bytes < wanted) break;  // the socket had no more
   }
-  return moved;
+  return moved > 0;
 }
 
 // Reads an unexpected header, or an abort that ends the stream. The rest of it may come later.
@@ -361,11 +367,9 @@ void PipelinedPlan::record_lost(const Out& out, const transport::Mesh::Io& io) {
 
 Progress PipelinedPlan::poll(std::int64_t now_ns) {
   if (failure_) return finish_chunks(now_ns);
+  for (Out& out : outs_) out.slice = slice_bytes_;
   bool moved = push();
-  if (!begun_) {
-    begun_ = true;
-    call_.copy_own_block(team_.position());  // the first chunks need not wait for this
-  }
+  moved |= copies_.advance();  // the first chunks need not wait for this
   if (!failure_ || failure_.kind == Failure::Kind::peer_lost) {
     for (In& in : ins_) {
       if (!in.done()) moved |= advance(in);
@@ -374,7 +378,8 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
   if (failure_) return finish_chunks(now_ns);
   const auto done = [](const auto& stream) { return stream.done(); };
   if (std::all_of(outs_.begin(), outs_.end(), done) && std::all_of(ins_.begin(), ins_.end(), done)) {
-    finish();
+    if (!std::exchange(is_complete_, true)) add_last_copies(copies_);
+    if (!copies_.done()) return Progress::moved;
     counts_.registrations = tensor_registrations_.registrations();
     return Progress::done;
   }

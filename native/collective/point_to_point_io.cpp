@@ -126,7 +126,8 @@ bool PointToPoint::next_chunk(int to) {
 bool PointToPoint::write(int to) {
   Peer& peer = at(to);
   bool moved = reclaim(to);
-  for (int call = 0; call < kCallsPerPoll && !peer.failure && next_frame(to); ++call) {
+  const std::uint64_t end = peer.sent_bytes + kSliceBytes;
+  for (int call = 0; call < kCallsPerPoll && peer.sent_bytes < end && !peer.failure && next_frame(to); ++call) {
     Frame& frame = *peer.writing;
     iovec parts[2];
     std::size_t count = 0;
@@ -134,7 +135,10 @@ bool PointToPoint::write(int to) {
       parts[count++] = {reinterpret_cast<std::byte*>(&frame.header) + peer.written, kHeaderBytes - peer.written};
     }
     const std::size_t first = peer.written - std::min(peer.written, kHeaderBytes);
-    if (first < frame.bytes) parts[count++] = {const_cast<std::byte*>(frame.data) + first, frame.bytes - first};
+    if (first < frame.bytes) {
+      const std::size_t bytes = frame.uses_rma ? frame.bytes - first : std::min(frame.bytes - first, kSliceBytes);
+      parts[count++] = {const_cast<std::byte*>(frame.data) + first, bytes};
+    }
     const std::span<const iovec> all(parts, count);
     const auto io = frame.uses_rma ? lane_->put(to, all, frame.name, frame.gpu.get()) : lane_->send(to, all);
     if (io.closed) {
@@ -193,16 +197,17 @@ bool PointToPoint::read(int from) {
   Peer& peer = at(from);
   Input& input = peer.input;
   if (peer.staging.empty()) peer.staging.resize(kStagingBytes);
-  bool moved = false;
+  std::size_t moved = 0;
   post_chunks(from);
-  for (int call = 0; call < kCallsPerPoll && !peer.failure && !fault_; ++call) {
+  for (int call = 0; call < kCallsPerPoll && moved < kSliceBytes && !peer.failure && !fault_; ++call) {
     // At most the beginning of a header is left from the previous call.
     std::copy(peer.staging.data() + peer.begin, peer.staging.data() + peer.end, peer.staging.data());
     peer.end -= std::exchange(peer.begin, 0);
-    const std::size_t direct = input.left;
+    const std::size_t direct = input.is_in_gpu ? input.left : std::min(input.left, kSliceBytes);
+    const bool stages = direct == input.left;  // only what follows the message's bytes
     const iovec parts[2] = {{input.into, direct}, {peer.staging.data() + peer.end, kStagingBytes - peer.end}};
-    const std::span<const iovec> all(parts), staging = all.subspan(1);
-    const std::size_t wanted = direct + kStagingBytes - peer.end;
+    const std::span<const iovec> all(parts, stages ? 2 : 1), staging(parts + 1, 1);
+    const std::size_t wanted = direct + (stages ? kStagingBytes - peer.end : 0);
     const auto io = direct > 0 && input.is_in_gpu ? lane_->receive_into_gpu(from, {input.into, direct}, staging)
                                                   : lane_->receive(from, direct > 0 ? all : staging);
     if (io.closed) {
@@ -210,7 +215,7 @@ bool PointToPoint::read(int from) {
       return true;
     }
     if (io.bytes == 0) break;
-    moved = true;
+    moved += io.bytes;
     peer.waits_since_ns = 0;
     const std::size_t placed = input.is_in_gpu ? io.in_gpu : std::min(direct, io.bytes);
     input.into += placed;
@@ -221,7 +226,7 @@ bool PointToPoint::read(int from) {
     // The pipe has no more, but for bytes of a message in memory of a GPU: those it gives only to their own place.
     if (io.bytes < wanted && !(input.is_in_gpu && input.left > 0)) break;
   }
-  return moved;
+  return moved > 0;
 }
 
 // Handles everything in the staging area but an incomplete header at the end.

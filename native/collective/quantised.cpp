@@ -19,11 +19,11 @@
 // i32 1 + 1/128 times that algorithm's, since f32 and i32 are equally wide; i8 1/4 + 1/128. Memory: 6 bytes for 128
 // elements, and four passes over the tensor.
 #include <netfold/collective/call_sequence.hpp>
+#include <netfold/collective/slice.hpp>
 #include <netfold/kernels/byte_quantise.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
-#include <cstring>
 
 #include "algorithms.hpp"
 
@@ -48,17 +48,27 @@ class Quantised final : public CallSequence {
 
  private:
   enum class Stage : std::uint8_t { begin, magnitudes, values };
+  // Elements that a poll converts: whole blocks. A conversion takes several times as long as a copy.
+  static constexpr std::size_t kSliceElements = kSliceBytes / 4 / sizeof(float);
+  static_assert(kSliceElements % kernels::kQuantiseBlock == 0);
+  struct Slice {
+    std::size_t first;
+    std::size_t count;
+    std::size_t block() const { return first / kernels::kQuantiseBlock; }
+  };
 
   bool start_next() override {
     switch (stage_) {
       case Stage::begin:
-        find_magnitudes();
+        if (slice_ == 0) magnitudes_.resize(kernels::quantise_block_count(call_.elements()));
+        if (!pass([this](const Slice& slice) { find_magnitudes(slice); })) return true;
         start(kernels::DType::i32, kernels::ReduceOp::max,
               {reinterpret_cast<std::byte*>(magnitudes_.data()), magnitudes_.size() * sizeof magnitudes_[0]});
         stage_ = Stage::magnitudes;
         return true;
       case Stage::magnitudes:
-        to_integers();
+        if (slice_ == 0) choose_integers();
+        if (!pass([this](const Slice& slice) { to_integers(slice); })) return true;
         start(integers_, kernels::ReduceOp::sum,
               {call_.outputs[0].data, call_.elements() * kernels::element_bytes(integers_)});
         stage_ = Stage::values;
@@ -66,51 +76,70 @@ class Quantised final : public CallSequence {
       case Stage::values:
         break;
     }
-    to_floats();
-    return false;
+    return !pass([this](const Slice& slice) { to_floats(slice); }, true);
   }
 
   void end_step(const Algorithm& step) override {
     if (step.substitute() != AlgorithmId::local) substitute_ = step.substitute();
   }
 
-  void find_magnitudes() {
-    std::byte* data = call_.outputs[0].data;
-    if (const void* const error = residual()) {
-      const void* const both[] = {data, error};
-      kernels::reduce(kernels::ReduceOp::sum, kernels::DType::f32, data, both, 2, call_.elements());
-    }
-    magnitudes_.resize(kernels::quantise_block_count(call_.elements()));
-    kernels::block_magnitudes(magnitudes_.data(), reinterpret_cast<const float*>(data), call_.elements());
+  // Visits the next slice of the tensor. True: it was the last one of the pass.
+  template <class Visit>
+  bool pass(const Visit& visit, bool from_the_end = false) {
+    const std::size_t slices = (call_.elements() + kSliceElements - 1) / kSliceElements;
+    const std::size_t first = (from_the_end ? slices - 1 - slice_ : slice_) * kSliceElements;
+    visit(Slice{first, std::min(kSliceElements, call_.elements() - first)});
+    slice_ = (slice_ + 1) % slices;
+    return slice_ == 0;
   }
 
-  void to_integers() {
-    std::byte* data = call_.outputs[0].data;
-    const auto* floats = reinterpret_cast<const float*>(data);
+  float* floats(const Slice& slice) const { return reinterpret_cast<float*>(call_.outputs[0].data) + slice.first; }
+  template <class Integer>
+  Integer* integers(const Slice& slice) const {
+    return reinterpret_cast<Integer*>(call_.outputs[0].data) + slice.first;
+  }
+
+  void find_magnitudes(const Slice& slice) {
+    float* const values = floats(slice);
+    if (residual() != nullptr) {
+      const void* const both[] = {values, residual() + slice.first};
+      kernels::reduce(kernels::ReduceOp::sum, kernels::DType::f32, values, both, 2, slice.count);
+    }
+    kernels::block_magnitudes(magnitudes_.data() + slice.block(), values, slice.count);
+  }
+
+  void choose_integers() {
     const auto is_finite = [](std::int32_t magnitude) { return magnitude < kernels::kNonFiniteMagnitude; };
-    if (integers_ == kernels::DType::i8 && std::all_of(magnitudes_.begin(), magnitudes_.end(), is_finite)) {
-      kernels::quantise_bytes(reinterpret_cast<std::int8_t*>(data), floats, residual(), call_.elements(),
-                              magnitudes_.data(), kernels::byte_levels_for(paths_.mesh.size()),
-                              kernels::rounding_key(call_.sequence, static_cast<std::uint32_t>(paths_.mesh.rank())));
+    if (!std::all_of(magnitudes_.begin(), magnitudes_.end(), is_finite)) integers_ = kernels::DType::i32;
+    if (integers_ == kernels::DType::i32) exponents_.resize(magnitudes_.size());
+  }
+
+  // Slices from the first on: bytes never overwrite floats of a later slice.
+  void to_integers(const Slice& slice) {
+    const std::int32_t* const magnitudes = magnitudes_.data() + slice.block();
+    float* const errors = residual() == nullptr ? nullptr : residual() + slice.first;
+    if (integers_ == kernels::DType::i8) {
+      kernels::quantise_bytes(integers<std::int8_t>(slice), floats(slice), errors, slice.count, magnitudes,
+                              kernels::byte_levels_for(paths_.mesh.size()),
+                              kernels::rounding_key(call_.sequence, static_cast<std::uint32_t>(paths_.mesh.rank())),
+                              slice.block());
       return;
     }
-    integers_ = kernels::DType::i32;
-    if (residual() != nullptr) std::memset(residual(), 0, call_.inputs[0].bytes);
-    exponents_.resize(magnitudes_.size());
-    kernels::block_exponents(exponents_.data(), magnitudes_.data(), magnitudes_.size());
-    kernels::quantise(reinterpret_cast<std::int32_t*>(data), floats, call_.elements(), exponents_.data(),
-                      headroom_bits_);
+    if (errors != nullptr) std::fill_n(errors, slice.count, 0.0f);
+    std::int16_t* const exponents = exponents_.data() + slice.block();
+    kernels::block_exponents(exponents, magnitudes, kernels::quantise_block_count(slice.count));
+    kernels::quantise(integers<std::int32_t>(slice), floats(slice), slice.count, exponents, headroom_bits_);
   }
 
-  void to_floats() {
-    std::byte* data = call_.outputs[0].data;
-    auto* floats = reinterpret_cast<float*>(data);
+  // Slices from the last on: floats never overwrite bytes of an earlier slice.
+  void to_floats(const Slice& slice) {
     const int ranks = call_.average == Averaging::none ? 1 : paths_.mesh.size();
     if (integers_ == kernels::DType::i8) {
-      kernels::dequantise_bytes(floats, reinterpret_cast<const std::int8_t*>(data), call_.elements(),
-                                magnitudes_.data(), kernels::byte_levels_for(paths_.mesh.size()) * ranks);
+      kernels::dequantise_bytes(floats(slice), integers<std::int8_t>(slice), slice.count,
+                                magnitudes_.data() + slice.block(),
+                                kernels::byte_levels_for(paths_.mesh.size()) * ranks);
     } else {
-      kernels::dequantise(floats, reinterpret_cast<const std::int32_t*>(data), call_.elements(), exponents_.data(),
+      kernels::dequantise(floats(slice), integers<std::int32_t>(slice), slice.count, exponents_.data() + slice.block(),
                           headroom_bits_, static_cast<std::uint32_t>(ranks));
     }
   }
@@ -131,6 +160,7 @@ class Quantised final : public CallSequence {
   const int headroom_bits_;
   kernels::DType integers_;     // of the second sum
   Stage stage_ = Stage::begin;  // the step that runs
+  std::size_t slice_ = 0;       // the next of a pass
   std::vector<std::int32_t> magnitudes_;
   std::vector<std::int16_t> exponents_;  // of i32
 };

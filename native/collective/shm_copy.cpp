@@ -12,6 +12,7 @@
 //
 // Bytes on the wire: none. Memory traffic: each reader copies each byte once; with slots, the owner copies each byte
 // into a slot first. In a broadcast that is shared out, n are read in all, and n written to each rank but the root.
+#include <netfold/collective/slice.hpp>
 #include <netfold/kernels/copy.hpp>
 
 #include <algorithm>
@@ -26,8 +27,6 @@ namespace {
 using kernels::copy;
 
 constexpr auto kStream = transport::ShmNode::Stream::to_copy;
-// Bytes copied between two checks of the deadline and of ranks that have left.
-constexpr std::size_t kChunkBytes = 1 << 20;
 // A rank that exports a buffer waits for its readers. A rank that sends through slots finishes first, and does half of
 // the work of a single reader. So with several readers, or with one reader of a whole broadcast, one copy is not always
 // faster. Measured in docs/explanation/algorithms.md.
@@ -41,6 +40,7 @@ class ShmCopy final : public ShmInPlace {
   ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
       : ShmInPlace(call, mesh, node),
         streams_(call.choice_bytes() >= kernels::kBeyondCaches),
+        slice_bytes_(slice_bytes(index(node.size()))),
         shares_out_(call.kind == Kind::broadcast && node.memory() != nullptr && node.size() == 2 &&
                     call.choice_bytes() >= kShareOutBytes),
         collected_(index(node.size())),
@@ -105,7 +105,7 @@ class ShmCopy final : public ShmInPlace {
     const Buffer& to = into(self_);
     const Buffer& from = *call_.given_to(self_, self_);
     std::size_t& copied = copied_[index(self_)];
-    const std::size_t bytes = std::min(kChunkBytes, to.bytes - copied);
+    const std::size_t bytes = std::min(slice_bytes_, to.bytes - copied);
     copy(to.data + copied, from.data + copied, bytes, streams_);
     copied += bytes;
     complete_[index(self_)] = copied == to.bytes;
@@ -126,7 +126,7 @@ class ShmCopy final : public ShmInPlace {
   // Copies a chunk of what the source refers to.
   bool copy_referred(int source) {
     const std::size_t first = copied_[index(source)];
-    const std::size_t bytes = std::min(kChunkBytes, into(source).bytes - first);
+    const std::size_t bytes = std::min(slice_bytes_, into(source).bytes - first);
     if (bytes > 0) {
       if (!begin_use(source)) return false;
       const bool read = read_referred(source, first, bytes);
@@ -259,6 +259,7 @@ class ShmCopy final : public ShmInPlace {
   bool reads(Stream, int reader) const override { return call_.kind != Kind::gather || reader == call_.root; }
 
   const bool streams_;                    // the call is so large that its copies bypass the caches
+  const std::size_t slice_bytes_;         // that a poll copies from one rank
   const bool shares_out_;                 // a broadcast of which each rank copies a part, if all tensors can be read
   std::uint32_t offered_ = 0;             // rounds
   std::vector<std::uint32_t> collected_;  // rounds, by position

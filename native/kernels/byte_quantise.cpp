@@ -49,7 +49,7 @@ std::uint64_t rounding_key(std::uint32_t operation, std::uint32_t worker) {
 // Goes through a block on the stack, front to back: dst may begin where src does, and bytes never overwrite unread
 // floats.
 void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t count, const std::int32_t* magnitudes,
-                    int levels, std::uint64_t key, const Table& table) {
+                    int levels, std::uint64_t key, std::size_t first_block, const Table& table) {
   assert(levels >= 1);
   std::array<float, kQuantiseBlock> values;
   std::array<float, kQuantiseBlock> kept;
@@ -62,7 +62,7 @@ void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t
     if (magnitude == 0) {
       std::fill_n(bytes.begin(), length, std::int8_t{0});
       std::fill_n(kept.begin(), length, 0.0f);
-    } else if (const std::uint32_t seed = block_seed(key, block); is_kernel_magnitude(magnitude)) {
+    } else if (const std::uint32_t seed = block_seed(key, first_block + block); is_kernel_magnitude(magnitude)) {
       table.round_to_i8(bytes.data(), values.data(), length, static_cast<float>(levels) / magnitude,
                         static_cast<float>(levels), seed);
       if (lost != nullptr) {

@@ -61,9 +61,6 @@ struct Buffer {
   std::size_t bytes = 0;
 };
 
-// Copies a block that stays on its rank. Both have the same size and may be the same memory.
-void copy_block(const Buffer& to, const Buffer& from);
-
 // A digest of the sizes of all blocks, in order. Ranks compare it to find that their sizes differ.
 std::uint64_t layout_of(const std::vector<Buffer>& blocks);
 // " of several tensors (digest of all sizes: 123)", for the text of a coalesced call.
@@ -142,8 +139,6 @@ struct Call {
   const Buffer* given_to(int self, int peer) const;
   // The place where the rank at `self` stores bytes from `peer` unchanged; null where it takes nothing, or reduces it.
   const Buffer* taken_from(int self, int peer) const;
-  // Copies the block that stays on the rank at `self`, in calls that have one.
-  void copy_own_block(int self) const;
   // Elements of tensor().
   std::size_t elements() const;
   // The value of `step_of` in a call that is part of this one: 1 + kind, with kStepOfAverage.

@@ -20,6 +20,7 @@ class CallSequence : public Algorithm {
         step_.reset();
       }
       if (!start_next()) return failure_ ? Progress::failed : Progress::done;
+      if (step_ == nullptr) return Progress::moved;
     }
   }
   void wait_for(WaitSet& set) const final {
@@ -28,8 +29,8 @@ class CallSequence : public Algorithm {
   std::vector<int> awaited() const final { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }
 
  protected:
-  // Starts the next step: sets step_, or leaves it null where the step is complete already. False: no step is left, or
-  // failure_ is set.
+  // Starts the next step: sets step_, or leaves it null after a slice (slice.hpp) of a pass of its own. False: no step
+  // is left, or failure_ is set.
   virtual bool start_next() = 0;
   virtual void end_step(const Algorithm&) {}
 

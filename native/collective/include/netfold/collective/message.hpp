@@ -12,6 +12,7 @@
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
+#include <netfold/collective/slice.hpp>
 #include <netfold/transport/mesh.hpp>
 
 #include <span>
@@ -67,8 +68,8 @@ class Outgoing {
   short events() const { return all_sent() ? 0 : POLLOUT; }
   // How many of the first bytes of `memory` this message does not need any more, or never did.
   std::size_t free_before(const transport::Mesh& mesh, const Buffer& memory) const;
-  // Returns bytes moved.
-  std::size_t advance(transport::Mesh& mesh, Failure& failure);
+  // Moves about `most` bytes, or less. Returns bytes moved.
+  std::size_t advance(transport::Mesh& mesh, Failure& failure, std::size_t most = kSliceBytes);
 
  private:
   int peer_ = -1;
@@ -83,7 +84,7 @@ class Outgoing {
   bool uses_rma(const transport::Mesh& mesh, std::size_t chunk) const {
     return among_ == Among::only && mesh.uses_rma(peer_, chunk);
   }
-  transport::Mesh::Io send(transport::Mesh& mesh);
+  transport::Mesh::Io send(transport::Mesh& mesh, std::size_t most);
 };
 
 // The header of a message from a peer.
@@ -118,7 +119,8 @@ class Incoming {
   bool done() const { return header_.done() && received_ == bytes_; }
   int peer() const { return header_.peer(); }
   std::size_t received() const { return received_; }
-  std::size_t advance(transport::Mesh& mesh, Failure& failure);
+  // Moves about `most` bytes, or less. Returns bytes moved.
+  std::size_t advance(transport::Mesh& mesh, Failure& failure, std::size_t most = kSliceBytes);
 
  private:
   // Bytes that may be posted beyond those received.

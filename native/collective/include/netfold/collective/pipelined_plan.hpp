@@ -92,8 +92,8 @@ class PipelinedPlan : public Algorithm {
   Mark add(int stream, const Receive& chunk) { return append(ins_[index_[static_cast<std::size_t>(stream)]], chunk); }
   // Ends the plan. The last line of a constructor.
   void finish_plan();
-  // Called after the last chunk.
-  virtual void finish() {}
+  // Adds the copies that follow the last chunk.
+  virtual void add_last_copies(BlockCopies&) {}
 
  private:
   // The longest time that a failure waits for the rest of a half-sent chunk.
@@ -113,6 +113,7 @@ class PipelinedPlan : public Algorithm {
     std::size_t sent = 0;            // bytes of the next chunk, its marker included
     std::size_t returned = 0;        // chunks that are complete
     std::size_t in_flight = 0;       // bytes of the chunks that are sent and not complete
+    std::size_t slice = 0;           // bytes that this poll may still send
     bool encoded = false;            // staging holds the next chunk
     std::vector<std::byte> staging;  // the next chunk in the wire format, where that differs
     bool all_sent() const { return header_sent == sizeof header && next == chunks.size(); }
@@ -198,7 +199,9 @@ class PipelinedPlan : public Algorithm {
   std::vector<In> ins_;
   TensorRegistrations tensor_registrations_;
   std::vector<std::byte> decoded_;  // a chunk in the tensor's format, where the wire format differs
-  bool begun_ = false;
+  BlockCopies copies_;
+  std::size_t slice_bytes_ = 0;  // of a stream
+  bool is_complete_ = false;     // all chunks are
   std::int64_t give_up_ns_ = -1;
 };
 

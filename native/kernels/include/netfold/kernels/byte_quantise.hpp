@@ -36,12 +36,13 @@ std::uint64_t rounding_key(std::uint32_t operation, std::uint32_t worker);
 // set. magnitudes: the group-wide maxima of finite blocks. Where one is below the block's own, the bytes are
 // unspecified, within -levels..levels.
 
-// dst[i] = src[i] in units of its block. `dst` may begin where `src` does.
+// dst[i] = src[i] in units of its block. `dst` may begin where `src` does, or before it.
+// first_block: src[0] is the first element of this block of the operation. magnitudes: from that block on.
 // lost: null, or lost[i] = src[i] - dst[i] units, the error to add to a later contribution; overlaps neither.
 void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t count, const std::int32_t* magnitudes,
-                    int levels, std::uint64_t key, const Table& table = active_table());
+                    int levels, std::uint64_t key, std::size_t first_block = 0, const Table& table = active_table());
 
-// dst[i] = src[i] units of its block. `dst` may begin where `src` does. levels: of an average, times the ranks.
+// dst[i] = src[i] units of its block. `dst` may begin where `src` does, or behind it. levels: of an average, times the ranks.
 void dequantise_bytes(float* dst, const std::int8_t* src, std::size_t count, const std::int32_t* magnitudes, int levels,
                       const Table& table = active_table());
 
