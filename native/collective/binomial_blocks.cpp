@@ -36,7 +36,8 @@ class BinomialBlocks final : public Algorithm {
     begin(Stage::sizes_in);
   }
 
-  Progress poll(std::int64_t) override {
+  Progress poll(std::int64_t now_ns) override {
+    if (gave_up_timer_.is_due(now_ns) && find_gave_up(targets_)) return Progress::failed;
     bool moved = false;
     for (;;) {
       for (auto message = outgoing_.begin(); message != outgoing_.end() && !failure_; ++message) {
@@ -66,7 +67,7 @@ class BinomialBlocks final : public Algorithm {
       if (stage_ == Stage::blocks_out) {
         if (!std::all_of(outgoing_.begin(), outgoing_.end(), done)) return moved ? Progress::moved : Progress::idle;
         stage_ = Stage::done;
-        return Progress::done;
+        return find_gave_up(sources_) || find_gave_up(targets_) ? Progress::failed : Progress::done;
       }
       begin(static_cast<Stage>(static_cast<int>(stage_) + 1));
       moved = true;
@@ -80,6 +81,9 @@ class BinomialBlocks final : public Algorithm {
     for (const Incoming& message : incoming_) {
       if (!message.done()) mesh_.wait_for(message.peer(), POLLIN, set.fds);
     }
+    set.wake_at(gave_up_timer_.wake_ns());
+    if (!gave_up_timer_.has_looked()) return;
+    for (const int target : targets_) mesh_.wait_to_peek(rank(target), set.fds);
   }
 
   std::vector<int> awaited() const override {
@@ -109,6 +113,13 @@ class BinomialBlocks final : public Algorithm {
   int span(int number) const {
     const int left = team_.size() - number;
     return number == 0 ? left : std::min(left, number & -number);
+  }
+
+  bool find_gave_up(const std::vector<int>& numbers) {
+    for (const int number : numbers) {
+      if (!failure_) failure_ = collective::find_gave_up(mesh_, rank(number), call_);
+    }
+    return static_cast<bool>(failure_);
   }
 
   int rank(int number) const { return team_.rank(position(number)); }
@@ -198,6 +209,7 @@ class BinomialBlocks final : public Algorithm {
   std::unique_ptr<std::byte[]> blocks_;  // of the subtree, in the same order
   BlockCopies copies_;                   // to or from blocks_
   Stage stage_ = Stage::sizes_in;
+  GaveUpTimer gave_up_timer_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;  // from sources_, in stages that receive
 };

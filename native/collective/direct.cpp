@@ -39,7 +39,8 @@ class Direct final : public Algorithm {
     plan();
   }
 
-  Progress poll(std::int64_t) override {
+  Progress poll(std::int64_t now_ns) override {
+    if (gave_up_timer_.is_due(now_ns) && find_gave_up()) return Progress::failed;
     bool moved = send();
     moved |= copies_.advance();  // the other ranks need not wait for this
     moved |= receive();
@@ -48,6 +49,7 @@ class Direct final : public Algorithm {
     if (sent_ < outgoing_.size() || received_ < incoming_.size() || !copies_.done() || !all_reduced()) {
       return moved ? Progress::moved : Progress::idle;
     }
+    if (find_gave_up()) return Progress::failed;
     counts_.registrations = tensor_registrations_.registrations();
     return Progress::done;
   }
@@ -60,6 +62,9 @@ class Direct final : public Algorithm {
     for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
       if (!incoming_[i].done()) mesh_.wait_for(incoming_[i].peer(), POLLIN, set.fds);
     }
+    set.wake_at(gave_up_timer_.wake_ns());
+    if (!gave_up_timer_.has_looked()) return;
+    for_each_silent([&](int peer) { mesh_.wait_to_peek(peer, set.fds); });
   }
 
   std::vector<int> awaited() const override {
@@ -181,6 +186,23 @@ class Direct final : public Algorithm {
     return sources_.empty() || call_.outputs[0].bytes - reduced_ < kernels::element_bytes(call_.dtype);
   }
 
+  // The ranks of the call that send nothing more in it. Those that this rank receives from are those that it sends to,
+  // unless it only sends.
+  template <class Visit>
+  void for_each_silent(const Visit& visit) const {
+    for (const Incoming& message : incoming_) {
+      if (message.done()) visit(message.peer());
+    }
+    for (std::size_t i = 0; i < outgoing_.size() && incoming_.empty(); ++i) visit(outgoing_[i].peer());
+  }
+
+  bool find_gave_up() {
+    for_each_silent([this](int peer) {
+      if (!failure_) failure_ = collective::find_gave_up(mesh_, peer, call_);
+    });
+    return static_cast<bool>(failure_);
+  }
+
   // Adds a slice of what has arrived from all other ranks. Returns whether there was anything to add.
   bool reduce_arrived() {
     if (sources_.empty()) return false;
@@ -206,6 +228,7 @@ class Direct final : public Algorithm {
   Team team_;
   Reduction reduction_;
   const bool is_paced_;
+  GaveUpTimer gave_up_timer_;
   std::vector<Outgoing> outgoing_;  // by step
   std::vector<Incoming> incoming_;
   std::size_t sent_ = 0;      // all messages below are sent

@@ -143,7 +143,7 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   }
   if (expects_reason_) {
     std::byte chunk[kMaxReasonBytes];
-    const std::size_t reason_bytes = std::min<std::size_t>(header_.bytes, kMaxReasonBytes);
+    const std::size_t reason_bytes = std::min(header_.reason_bytes(), kMaxReasonBytes);
     const auto io = receive(mesh, chunk, reason_bytes - reason_.size());
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= reason_bytes) {
@@ -170,6 +170,10 @@ std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure, std::size
   std::size_t moved = 0;
   post_receives(mesh);
   if (!header_.done()) {
+    // A small message costs one call of the kernel, with the header of the peer's next message.
+    if (bytes_ <= kSmallBytes && !mesh.uses_rma(peer(), bytes_)) {
+      mesh.peek(peer(), sizeof(MessageHeader) + bytes_ + sizeof(MessageHeader));
+    }
     moved = header_.advance(mesh, failure);
     if (failure || !header_.done()) return moved;
   }
@@ -241,18 +245,37 @@ Failure read_last_abort(transport::Mesh& mesh, int peer, const Call& call, Failu
   return reported.remote_reason.empty() ? lost : reported;
 }
 
-void send_abort(transport::Mesh& mesh, const Failure& failure) {
+Failure find_gave_up(transport::Mesh& mesh, int peer, const Call& call) {
+  MessageHeader theirs;
+  const auto ahead = mesh.peek(peer, sizeof theirs);
+  if (ahead.size() < sizeof theirs) return {};
+  std::memcpy(&theirs, ahead.data(), sizeof theirs);
+  const MessageHeader ours = MessageHeader::of(call, 0);
+  if (theirs.is_abort != 0) {
+    // A rank that finished the call and failed or left later takes nothing from this rank's success.
+    if (theirs.unfinished() > call.sequence) return {};
+    return read_last_abort(mesh, peer, call, remote_abort(peer, theirs.root, "", {}, mesh.rank(), ours));
+  }
+  // The next call, or the next step of this one. Where a switch is lost inside a step, its own steps come between.
+  const bool have_roots = theirs.root >> 16 != 0 && ours.root >> 16 != 0;
+  const bool is_same_whole = theirs.step_of == ours.step_of && theirs.root >> 16 == ours.root >> 16;
+  const bool is_step = call.step_of != 0 && (is_same_whole || !have_roots);
+  if (theirs.sequence > call.sequence || (theirs.sequence == call.sequence && is_step)) return {};
+  return mismatch(peer, theirs, mesh.rank(), ours);
+}
+
+void send_abort(transport::Mesh& mesh, const Failure& failure, std::uint32_t unfinished) {
   const std::string& reason = failure.remote_reason.empty() ? failure.text : failure.remote_reason;
   MessageHeader header;
   header.is_abort = 1;
   header.root = failure.rank;
   header.sequence = failure.expired.call;
   header.elements = static_cast<std::uint64_t>(failure.expired.timeout_ns);
-  header.bytes = std::min(reason.size(), kMaxReasonBytes);
+  const std::size_t reason_bytes = std::min(reason.size(), kMaxReasonBytes);
+  header.bytes = MessageHeader::packed_abort(reason_bytes, unfinished);
   auto marker = ChunkMarker::abort;
-  const iovec chunks[3] = {{&marker, sizeof marker},
-                           {&header, sizeof header},
-                           {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
+  const iovec chunks[3] = {
+      {&marker, sizeof marker}, {&header, sizeof header}, {const_cast<char*>(reason.data()), reason_bytes}};
   const std::span<const iovec> all(chunks);
   for (int peer = 0; peer < mesh.size(); ++peer) {
     const auto position = mesh.stream_position(peer);

@@ -366,6 +366,7 @@ void PipelinedPlan::record_lost(const Out& out, const transport::Mesh::Io& io) {
 }
 
 Progress PipelinedPlan::poll(std::int64_t now_ns) {
+  if (!failure_ && gave_up_timer_.is_due(now_ns)) find_gave_up();
   if (failure_) return finish_chunks(now_ns);
   for (Out& out : outs_) out.slice = slice_bytes_;
   bool moved = push();
@@ -380,10 +381,30 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
   if (std::all_of(outs_.begin(), outs_.end(), done) && std::all_of(ins_.begin(), ins_.end(), done)) {
     if (!std::exchange(is_complete_, true)) add_last_copies(copies_);
     if (!copies_.done()) return Progress::moved;
+    find_gave_up();
+    if (failure_) return Progress::failed;
     counts_.registrations = tensor_registrations_.registrations();
     return Progress::done;
   }
   return moved ? Progress::moved : Progress::idle;
+}
+
+// Visits the ranks of the call that send nothing more in it.
+template <class Visit>
+void PipelinedPlan::for_each_silent(const Visit& visit) const {
+  for (const In& in : ins_) {
+    if (in.done()) visit(in.peer);
+  }
+  for (const Out& out : outs_) {
+    const auto reads = [&](const In& in) { return in.peer == out.peer; };
+    if (std::ranges::none_of(ins_, reads)) visit(out.peer);
+  }
+}
+
+void PipelinedPlan::find_gave_up() {
+  for_each_silent([this](int peer) {
+    if (!failure_) failure_ = collective::find_gave_up(mesh_, peer, call_);
+  });
 }
 
 // Completes half-sent chunks: an abort can be sent only between two chunks.
@@ -426,6 +447,9 @@ void PipelinedPlan::wait_for(WaitSet& set) const {
   for (const In& in : ins_) {
     if (!in.done() && may_read(in)) mesh_.wait_for(in.peer, POLLIN, set.fds);
   }
+  set.wake_at(gave_up_timer_.wake_ns());
+  if (!gave_up_timer_.has_looked()) return;
+  for_each_silent([&](int peer) { mesh_.wait_to_peek(peer, set.fds); });
 }
 
 std::vector<int> PipelinedPlan::awaited() const {

@@ -91,6 +91,11 @@ bool Group::reclaim_memory(std::int64_t now, Failure& failure) {
   return true;
 }
 
+std::uint32_t Group::first_unfinished() const {
+  if (!active_.empty()) return active_.front()->call_.sequence;
+  return queue_.empty() ? inbox_.lock()->next_sequence : queue_.front()->call_.sequence;
+}
+
 void Group::fail_all() {
   Failure failure = this->failure();
   const std::int64_t now = now_ns();
@@ -98,8 +103,9 @@ void Group::fail_all() {
     share_timeout(failure);
     // Operations keep their tensors until then, while the other groups of this thread continue.
     if (!reclaim_memory(now, failure)) return;
-    collective::send_abort(*mesh_, failure);
-    for (const auto& fallback : fallback_meshes_) collective::send_abort(*fallback, failure);
+    const std::uint32_t unfinished = first_unfinished();
+    collective::send_abort(*mesh_, failure, unfinished);
+    for (const auto& fallback : fallback_meshes_) collective::send_abort(*fallback, failure, unfinished);
     auto& lane = transfers_.lane();
     if (lane.unconfirmed() || has_unsent()) linger_until_ns_ = now + kLingerNs;
     lane.abort(failure);

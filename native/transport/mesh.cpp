@@ -3,13 +3,27 @@
 #include <algorithm>
 
 namespace netfold::transport {
+namespace {
+
+// Whether to read from a pipe makes no connection again: an idle connection that was closed stays closed.
+bool is_up(Pipe& pipe) {
+  for (int number = 0; number < pipe.rails(); ++number) {
+    const ResumableSocket& rail = *pipe.rail(number);
+    if (rail.is_released() || (rail.is_broken() && !rail.has_unread())) return false;
+  }
+  return true;
+}
+
+}  // namespace
 
 Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes, std::unique_ptr<PipeMaker> maker)
     : rank_(rank),
       maker_(std::move(maker)),
       pipes_(std::move(pipes)),
       is_unflushed_(pipes_.size()),
-      positions_(pipes_.size()) {
+      positions_(pipes_.size()),
+      ahead_(pipes_.size()),
+      has_closed_(pipes_.size()) {
   for (int peer = 0; peer < size(); ++peer) {
     if (is_made(peer)) add(peer, std::move(pipes_[static_cast<std::size_t>(peer)]));
   }
@@ -47,6 +61,31 @@ void Mesh::wrap(std::function<std::unique_ptr<Pipe>(int, std::unique_ptr<Pipe>)>
 Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
   const iovec piece{into, bytes};
   return receive(peer, {&piece, 1});
+}
+
+std::span<const std::byte> Mesh::peek(int peer, std::size_t most) {
+  auto& ahead = ahead_[static_cast<std::size_t>(peer)];
+  const std::size_t before = ahead.size();
+  if (before < most && leads_to(peer) && is_up(pipe(peer))) {
+    ahead.resize(most);
+    const iovec rest{ahead.data() + before, most - before};
+    const Io io = pipe(peer).receive({&rest, 1});
+    ahead.resize(before + io.bytes);
+    has_closed_[static_cast<std::size_t>(peer)] = io.closed;
+  }
+  return ahead;
+}
+
+void Mesh::wait_to_peek(int peer, std::vector<pollfd>& fds) const {
+  const auto index = static_cast<std::size_t>(peer);
+  if (ahead_[index].empty() && !has_closed_[index] && leads_to(peer)) pipe(peer).wait_for(POLLIN, fds);
+}
+
+Mesh::Io Mesh::receive_ahead(int peer, std::span<const iovec> pieces) {
+  auto& ahead = ahead_[static_cast<std::size_t>(peer)];
+  const std::size_t bytes = IovecCursor(pieces).copy_from(ahead.data(), ahead.size());
+  ahead.erase(ahead.begin(), ahead.begin() + static_cast<std::ptrdiff_t>(bytes));
+  return {.bytes = bytes};
 }
 
 ResumableSocket* Mesh::rail(int peer, int number) {

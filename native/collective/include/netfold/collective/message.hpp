@@ -16,6 +16,7 @@
 #include <netfold/transport/mesh.hpp>
 
 #include <span>
+#include <utility>
 
 namespace netfold::collective {
 
@@ -36,11 +37,17 @@ struct MessageHeader {
   std::uint8_t step_of = 0;  // Call::step_of
   std::uint8_t reserved = 0;
   std::uint64_t elements = 0;  // or Call::layout; of an abort: Expired::timeout_ns
-  std::uint64_t bytes = 0;     // behind this header
+  std::uint64_t bytes = 0;     // behind this header; of an abort: packed_abort
 
   static MessageHeader of(const Call& call, std::uint64_t bytes);
   // A call inside another call also has the outer call's root: above 16 bits, plus 1.
   static std::int32_t packed_root(const Call& call) { return call.root | (call.whole_root + 1) << 16; }
+  // The bytes of an abort's reason, and the first call that its sender has not finished.
+  static std::uint64_t packed_abort(std::size_t reason_bytes, std::uint32_t unfinished) {
+    return std::uint64_t{unfinished} << 32 | reason_bytes;
+  }
+  std::size_t reason_bytes() const { return bytes & 0xffffffff; }
+  std::uint32_t unfinished() const { return static_cast<std::uint32_t>(bytes >> 32); }
   // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"
   std::string text() const;
   // text() without the bytes: the same on all ranks of a call.
@@ -125,6 +132,7 @@ class Incoming {
  private:
   // Bytes that may be posted beyond those received.
   static constexpr std::size_t kAhead = 4 * kRmaChunkBytes;
+  static constexpr std::size_t kSmallBytes = 256;
 
   void post_receives(transport::Mesh& mesh);
 
@@ -157,7 +165,33 @@ Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& 
 // The abort that a peer sent before it closed its connection; `lost` if it sent none. Precondition: no message from the
 // peer is half read.
 Failure read_last_abort(transport::Mesh& mesh, int peer, const Call& call, Failure lost);
+// The failure where a peer has given this call up, or made another call, although it had sent all that this rank needs of
+// it. Reads what lies behind the last message of the call; one try, never blocks. A call asks before it succeeds.
+// Precondition: no message from the peer is half read.
+Failure find_gave_up(transport::Mesh& mesh, int peer, const Call& call);
+// When a call that waits looks whether a peer gave it up: a rank must not pass on values of a call that failed elsewhere.
+// A call that takes less than kLookNs never looks, and waits for nothing more than without this.
+class GaveUpTimer {
+ public:
+  bool is_due(std::int64_t now_ns) {
+    if (now_ns < next_ns_) return false;
+    has_looked_ = next_ns_ > 0;
+    next_ns_ = now_ns + kLookNs;
+    return has_looked_;
+  }
+  // Whether the call waits for an abort of the ranks that send nothing more in it.
+  bool has_looked() const { return has_looked_; }
+  // To arm a timer of 1 ms costs a small call microseconds, a later one does not.
+  std::int64_t wake_ns() const { return has_looked_ ? -1 : next_ns_ + 100 * kLookNs; }
+
+ private:
+  static constexpr std::int64_t kLookNs = 1'000'000;
+  std::int64_t next_ns_ = 0;
+  bool has_looked_ = false;
+};
+
 // Sends every peer the reason why this rank leaves and the rank at fault. Best effort: one try, never blocks.
-void send_abort(transport::Mesh& mesh, const Failure& failure);
+// unfinished: the first call that this rank has not finished.
+void send_abort(transport::Mesh& mesh, const Failure& failure, std::uint32_t unfinished);
 
 }  // namespace netfold::collective

@@ -183,6 +183,9 @@ class PipelinedPlan : public Algorithm {
 
   void record(Failure failure);
   void record_lost(const Out& out, const transport::Mesh::Io& io);
+  template <class Visit>
+  void for_each_silent(const Visit& visit) const;
+  void find_gave_up();
   Progress finish_chunks(std::int64_t now_ns);
 
   const Call& call_;
@@ -202,6 +205,7 @@ class PipelinedPlan : public Algorithm {
   BlockCopies copies_;
   std::size_t slice_bytes_ = 0;  // of a stream
   bool is_complete_ = false;     // all chunks are
+  GaveUpTimer gave_up_timer_;
   std::int64_t give_up_ns_ = -1;
 };
 

@@ -274,6 +274,8 @@ class Group {
   void share_timeout(collective::Failure& failure);
   // Take the reason of a lost peer from shared memory: the broken connection does not carry it.
   void read_failure_in_memory(collective::Failure& failure) const;
+  // The first collective that this rank has not finished; it need not have been submitted.
+  std::uint32_t first_unfinished() const;
   // A rank of this host that touches this rank's memory; -1: none.
   int user_of_memory() const;
   // Revoke this rank's memory. True: no rank touches it any more, or one has been stopped meanwhile for kRevokeNs,

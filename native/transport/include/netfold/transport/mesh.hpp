@@ -36,8 +36,16 @@ class Mesh {
   // As Pipe's functions; `peer` is another rank.
   Io send(int peer, std::span<const iovec> pieces) { return used(peer).send(pieces); }
   Io send_last(int peer, std::span<const iovec> pieces) { return used(peer).send_last(pieces); }
-  Io receive(int peer, std::span<const iovec> pieces) { return pipe(peer).receive(pieces); }
+  Io receive(int peer, std::span<const iovec> pieces) {
+    if (!ahead_[static_cast<std::size_t>(peer)].empty()) [[unlikely]]
+      return receive_ahead(peer, pieces);
+    return pipe(peer).receive(pieces);
+  }
   Io receive(int peer, std::byte* into, std::size_t bytes);
+  // The next bytes from a peer, `most` at most, as far as they have come. They stay there for `receive`.
+  std::span<const std::byte> peek(int peer, std::size_t most);
+  // Adds the descriptors that wake a thread for bytes to peek, unless some are there or the peer has closed.
+  void wait_to_peek(int peer, std::vector<pollfd>& fds) const;
   void wait_for(int peer, short events, std::vector<pollfd>& fds) const { pipe(peer).wait_for(events, fds); }
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
   std::size_t unconfirmed(int peer) const { return is_made(peer) ? pipe(peer).unconfirmed() : 0; }
@@ -98,6 +106,7 @@ class Mesh {
   void add(int peer, std::unique_ptr<Pipe> pipe) const;
   // The same, for a use that may leave something to flush.
   Pipe& used(int peer) const;
+  Io receive_ahead(int peer, std::span<const iovec> pieces);
 
   int rank_;
   std::unique_ptr<PipeMaker> maker_;
@@ -108,6 +117,8 @@ class Mesh {
   mutable std::vector<int> unflushed_;  // ranks whose pipes may have something to flush
   mutable std::vector<bool> is_unflushed_;
   std::vector<StreamPosition> positions_;
+  std::vector<std::vector<std::byte>> ahead_;  // by rank: bytes that `peek` took from the pipe
+  std::vector<bool> has_closed_;               // by rank: as `peek` found
 };
 
 }  // namespace netfold::transport
