@@ -178,6 +178,7 @@ void bind_engine(nb::module_& m) {
           "The samples since the last call (netfold.profile.run.PROGRESS).")
       .def_prop_ro("sees_queue", &ComputeSampler::sees_queue);
 
+  e.def("set_revoke_wait", &Group::set_revoke_wait, "ns"_a, "For tests: see Group::set_revoke_wait.");
   e.def("hide_from_call_sites", &hide_from_call_sites, "folder"_a,
         "Report calls from files below `folder` at the line that called into that folder.");
 }

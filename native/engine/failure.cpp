@@ -10,6 +10,14 @@ using collective::Expired;
 using collective::Failure;
 using transport::ShmNode;
 
+namespace {
+
+std::int64_t revoke_wait_ns = Group::kRevokeNs;
+
+}  // namespace
+
+void Group::set_revoke_wait(std::int64_t ns) { revoke_wait_ns = ns; }
+
 Failure Group::timed_out(const Operation& operation) const {
   Failure failure{.kind = Failure::Kind::timeout, .expired = {operation.call_.sequence, operation.timeout_ns_}};
   failure.text = operation.describe_timeout(rank());
@@ -69,17 +77,17 @@ bool Group::reclaim_memory(std::int64_t now, Failure& failure) {
   constexpr std::int64_t kFirstLookNs = 20'000;
   constexpr std::int64_t kLastLookNs = 5'000'000;
   if (node_ == nullptr) return true;
-  if (revoke_until_ns_ < 0) {
+  if (revoke_began_ns_ < 0) {
     node_->leave(failure.orderly ? ShmNode::kLeft : ShmNode::kFailed, failure.rank,
                  failure.remote_reason.empty() ? failure.text : failure.remote_reason, failure.expired.call,
                  failure.expired.timeout_ns);
-    revoke_until_ns_ = now + kRevokeNs;
+    revoke_began_ns_ = now;
   }
   look_at_users_ns_ = -1;
   const int user = user_of_memory();
   if (user < 0) return true;
-  if (now < revoke_until_ns_) {
-    const std::int64_t waited_ns = now - (revoke_until_ns_ - kRevokeNs);
+  const std::int64_t waited_ns = now - revoke_began_ns_;
+  if (waited_ns < revoke_wait_ns) {
     look_at_users_ns_ = now + std::clamp(waited_ns / 4, kFirstLookNs, kLastLookNs);
     return false;
   }

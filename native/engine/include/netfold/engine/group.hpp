@@ -80,6 +80,10 @@ class Group {
 
   // For all groups: call once, before the first wait.
   static void set_interrupts(Interrupts interrupts);
+  // For all groups: how long a failed group waits for ranks that touch this rank's tensors. They end one chunk, unless
+  // their process is stopped. kRevokeNs unless set; call before the first group fails.
+  static constexpr std::int64_t kRevokeNs = 5'000'000'000;
+  static void set_revoke_wait(std::int64_t ns);
 
   // Attach a switch; before the first operation, once for each fallback mesh. An operation in the network uses all
   // attached switches at once. `choices`: the choice table while this switch is lost; `table`: its hash. `hardware`: the
@@ -200,8 +204,6 @@ class Group {
   static constexpr std::int64_t kGracePeriodNs = 250'000'000;
   // How long a group that lost a rank keeps its other connections (fail_all).
   static constexpr std::int64_t kPeerLostGraceNs = 300'000'000;
-  // How long a failed group waits for ranks that touch this rank's tensors: one chunk, unless their process is stopped.
-  static constexpr std::int64_t kRevokeNs = 5'000'000'000;
   // How long an ending group waits until its transfers reach the other hosts, and the time between two looks.
   static constexpr std::int64_t kLingerNs = 1'000'000'000;
   static constexpr std::int64_t kLingerStepNs = 5'000'000;
@@ -278,8 +280,8 @@ class Group {
   std::uint32_t first_unfinished() const;
   // A rank of this host that touches this rank's memory; -1: none.
   int user_of_memory() const;
-  // Revoke this rank's memory. True: no rank touches it any more, or one has been stopped meanwhile for kRevokeNs,
-  // which `failure` then says. False: call again at look_at_users_ns_.
+  // Revoke this rank's memory. True: no rank touches it any more, or one has been stopped for longer than this rank
+  // waits (set_revoke_wait), which `failure` then says. False: call again at look_at_users_ns_.
   bool reclaim_memory(std::int64_t now, collective::Failure& failure);
   void fail_all();
 
@@ -307,7 +309,7 @@ class Group {
   std::int64_t overdue_ns_ = 0;                     // when it posts the next AsyncEvent::Kind::overdue
   bool failure_names_operation_ = false;
   // Of a failed group.
-  std::int64_t revoke_until_ns_ = -1;   // the end of the wait for ranks that touch this rank's memory
+  std::int64_t revoke_began_ns_ = -1;   // the start of the wait for ranks that touch this rank's memory
   std::int64_t look_at_users_ns_ = -1;  // during that wait: the time of the next look
   bool memory_is_used_ = false;         // after that wait
   std::int64_t linger_until_ns_ = -1;
