@@ -290,6 +290,8 @@ def by_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
 
 def by_splits(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
     """Split `tensor`'s rows as all_to_all_single does: evenly if `splits` is empty."""
+    if not tensor.dim():
+        raise ValueError("all_to_all_single: a tensor of no dimensions has no rows to split")
     rows = tensor.size(0)
     if not splits:
         if rows % size:
