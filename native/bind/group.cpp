@@ -352,6 +352,8 @@ void bind_group(nb::module_& e) {
           },
           "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), "orderly"_a = false, Release(),
           "orderly: the rank leaves as at the end of a group, and what it has sent still arrives.")
+      .def("drain", &Group::drain, Release(),
+           "Wait until other ranks have all that they need of this rank's calls, 2 s at most.")
       .def("serve_connections", &Group::serve_connections, Release(),
            "Handle what comes over the connections from now on, also while no operation is under way.")
       .def_prop_ro(

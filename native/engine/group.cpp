@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <cfenv>
+#include <chrono>
 #include <new>
 #include <stdexcept>
+#include <thread>
 
 #include "sleep.hpp"
 
@@ -375,6 +377,20 @@ void Group::fail(Failure failure) {
     }
   }
   engine_.wake();
+}
+
+void Group::drain() {
+  const std::int64_t until_ns = now_ns() + kLeaveNs;
+  for (bool owes = true; owes && now_ns() < until_ns;) {
+    {
+      const auto inbox = inbox_.lock();
+      if (inbox->failure || inbox->waiting > 0 || inbox->driver == Driver::caller) return;
+      owes = !inbox->submitted.empty();
+    }
+    // Others need nothing of a receive.
+    run_driver_task([&] { owes |= !queue_.empty() || !active_.empty() || transfers_.has_sends() || has_unsent(); });
+    if (owes) std::this_thread::sleep_for(std::chrono::nanoseconds(kLingerStepNs));
+  }
 }
 
 void Group::end() {

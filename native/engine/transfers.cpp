@@ -35,6 +35,12 @@ bool Transfers::waits_for_memory() const {
   return std::any_of(posted_.begin(), posted_.end(), is_programs) && lane_.waits_for_memory();
 }
 
+bool Transfers::has_sends() const {
+  return !added_.empty() || std::any_of(posted_.begin(), posted_.end(), [](const auto& each) {
+    return each.second->call_.kind == collective::Kind::send;
+  });
+}
+
 bool Transfers::poll(std::int64_t now, Failure& failure, const Complete& complete) {
   if (posted_.empty()) return false;
   const Progress progress = lane_.poll();

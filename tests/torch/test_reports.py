@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from typing import Any
 
 import pytest
@@ -106,6 +107,46 @@ def many_operations_leave_few_descriptors_and_little_memory_behind(dist: Any, ra
     # A peer's memory may be mapped late, once.
     assert len(os.listdir("/proc/self/fd")) - descriptors < 45, "900 operations: one kept in twenty would be more"
     assert used_bytes() - before < 24 << 20, "450 operations of 160 kB: one lost tensor in three would be more"
+
+
+@case
+def the_last_data_of_a_rank_that_leaves_arrive(dist: Any, rank: int, size: int) -> None:
+    """It destroys the group directly after an asynchronous call, which the other ranks make later. Former fault: they
+    got an error where the data were more than a connection buffers."""
+    import torch
+
+    from netfold import Options
+
+    def calls(count: int, group: Any) -> list[Any]:
+        mine = torch.arange(count) * 8 + rank
+        blank, parts = torch.zeros_like(mine), [torch.zeros_like(mine) for _ in range(size)]
+        given = [mine] * size
+        summed = sum(torch.arange(count) * 8 + other for other in range(size))
+        options = {"group": group, "async_op": True}
+        got = mine if rank == 1 else blank
+        calls = [
+            lambda: (dist.all_reduce(got.copy_(mine), **options), got, summed),
+            lambda: (dist.broadcast(got, 1, **options), got, torch.arange(count) * 8 + 1),
+            lambda: (dist.all_gather(parts, mine, **options), parts[1], torch.arange(count) * 8 + 1),
+            lambda: (dist.all_to_all(parts, given, **options), parts[1], torch.arange(count) * 8 + 1),
+            lambda: (dist.reduce_scatter(blank, given, **options), blank, summed),
+            lambda: (dist.reduce(mine, 0, **options), *([mine, summed] if rank == 0 else [count, count])),
+        ]
+        if rank == 1:
+            return [*calls, lambda: (dist.isend(mine, 0, group=group), count, count)]
+        return [*calls, lambda: (dist.irecv(blank, 1, group=group) if rank == 0 else None, blank, blank)]
+
+    for transport in ("auto", "tcp"):
+        for count in (10, 300_000):
+            for at in range(7):
+                group = dist.new_group(pg_options=Options(transport=transport))
+                if rank != 1:
+                    time.sleep(0.05)
+                work, got, right = calls(count, group)[at]()
+                if rank != 1 and work is not None:
+                    work.wait()
+                    assert not isinstance(got, torch.Tensor) or torch.equal(got, right), (transport, count, at)
+                dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("name", CASES)

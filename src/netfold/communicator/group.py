@@ -406,10 +406,16 @@ class Group:
         timeout_s: None waits until the operation is done, at its own deadline at the latest. 0 or less polls once.
         """
         timeout_ns = -1 if timeout_s is None else _nanoseconds(timeout_s)
+        self.check_can_end(operation)
         if not operation.done and not self._native.wait(operation, timeout_ns):
             raise WaitTimeout(f"rank {self.rank}: the wait timed out: the operation is not done after {timeout_s} s")
         if operation.failure is not None:
             raise self.error(operation)
+
+    def check_can_end(self, operation: Any) -> None:
+        """RuntimeError for an operation that was under way at a fork, in the child: the parent alone ends it."""
+        if not operation.done and self._pid != os.getpid():
+            self._refuse()
 
     def error(self, operation: Any) -> NetfoldError:
         """The exception for a failed operation, with the ranks that it waited for where these are known."""
@@ -525,9 +531,10 @@ class Group:
         return ParentMeeting(parent, ranks, f"{name} {number}", store_host)
 
     def close(self, reason: str | None = None, *, in_background: bool = False) -> None:
-        """End the group without waiting for other ranks. Operations under way fail. Idempotent.
+        """End the group. Idempotent.
 
-        reason: why, for operations under way, also on other ranks; None: this rank closed the group.
+        Operations under way have 2 s to end, unless a thread waits for one. Those that have not ended fail.
+        reason: why operations under way fail at once, also on other ranks; None: this rank closed the group.
         in_background: do not wait for the connections' end, which comes 0.3 s later where a rank was lost, so that the
         other ranks find that out themselves. Memberships of switches end first in any case.
         """
@@ -541,10 +548,15 @@ class Group:
             text = f"rank {self.rank} left the group: {reason}"
             self._native.fail(engine.FAILURES.index("aborted"), self.rank, text, orderly=True)
         if in_background and not self.recoveries:
-            threading.Thread(target=self._resources.close, name="netfold close").start()
+            threading.Thread(target=self._leave, name="netfold close").start()
         else:
-            self._resources.close()
+            self._leave()
         recording.left(self._member)
+
+    def _leave(self) -> None:
+        # Before this rank announces its end: from then on nobody makes the connections that a send may still need.
+        self._native.drain()
+        self._resources.close()
 
 
 def _nanoseconds(timeout_s: float | None) -> int:

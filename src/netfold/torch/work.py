@@ -114,6 +114,8 @@ class NetfoldWork(NetfoldWorkBase):
                 watch = not self._ended and not self._watched
                 self._watched |= watch
             if watch:
+                for operation in self._operations:
+                    self._group.check_can_end(operation)
                 _completions.watch(self)
         except BaseException:  # of a signal handler: the next call goes on
             self._watched &= not watch

@@ -181,6 +181,10 @@ class Group {
   int rank() const { return mesh_->rank(); }
   int size() const { return mesh_->size(); }
 
+  // Wait until other ranks have all that they need of this rank's calls, at most kLeaveNs. Returns at once where a
+  // thread waits for an operation, which an end of the group is meant to interrupt, and where the group has failed.
+  void drain();
+
   // For the engine and its thread. `progress`, `spin_ns` and `add_to_engine_sleep` are the driver's.
 
   // Close the group: fail what is under way, wait until no thread drives, and free the ports to the switches.
@@ -204,6 +208,8 @@ class Group {
   static constexpr std::int64_t kGracePeriodNs = 250'000'000;
   // How long a group that lost a rank keeps its other connections (fail_all).
   static constexpr std::int64_t kPeerLostGraceNs = 300'000'000;
+  // How long a rank that leaves waits for its operations under way (drain): a rank that calls later gets an error.
+  static constexpr std::int64_t kLeaveNs = 2'000'000'000;
   // How long an ending group waits until its transfers reach the other hosts, and the time between two looks.
   static constexpr std::int64_t kLingerNs = 1'000'000'000;
   static constexpr std::int64_t kLingerStepNs = 5'000'000;

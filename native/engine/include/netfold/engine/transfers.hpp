@@ -26,6 +26,7 @@ class Transfers {
   // Whether a transfer of the program waits for a rank that shares memory. Internal messages are not polled for: all
   // ranks of a host await them at the same time.
   bool waits_for_memory() const;
+  bool has_sends() const;
   const Operation* oldest() const { return posted_.empty() ? nullptr : posted_.begin()->second.get(); }
 
   // Leaves `operation` in place where memory is short.
