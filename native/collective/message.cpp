@@ -256,10 +256,11 @@ Failure find_gave_up(transport::Mesh& mesh, int peer, const Call& call) {
     if (theirs.unfinished() > call.sequence) return {};
     return read_last_abort(mesh, peer, call, remote_abort(peer, theirs.root, "", {}, mesh.rank(), ours));
   }
-  // The next call, or the next step of this one. Where a switch is lost inside a step, its own steps come between.
+  // The next call, or another step of this one. A split adds a step behind a whole call, and where a switch is lost inside
+  // a step, the steps of that come between: only steps of the same level have comparable headers.
   const bool have_roots = theirs.root >> 16 != 0 && ours.root >> 16 != 0;
   const bool is_same_whole = theirs.step_of == ours.step_of && theirs.root >> 16 == ours.root >> 16;
-  const bool is_step = call.step_of != 0 && (is_same_whole || !have_roots);
+  const bool is_step = (theirs.step_of != 0 || ours.step_of != 0) && (is_same_whole || !have_roots);
   if (theirs.sequence > call.sequence || (theirs.sequence == call.sequence && is_step)) return {};
   return mismatch(peer, theirs, mesh.rank(), ours);
 }
