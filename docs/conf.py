@@ -20,8 +20,8 @@ project = "netfold"
 author = copyright = "The netfold authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "bench/results/*.md", "*.md"]
-exclude_patterns = [".*", "build*", "dist", "native", "src", "tests", "netfold-demo", "bench/results/figures"]
+include_patterns = ["docs/**", "lab/bench/results/*.md", "*.md"]
+exclude_patterns = [".*", "build*", "dist", "native", "src", "tests", "netfold-demo", "lab/bench/results/figures"]
 
 html_theme = "furo"
 html_title = "netfold"
@@ -138,7 +138,7 @@ def complete_page(app: Any, document: str, source: list[str]) -> None:
     if document == "docs/reference/command-line":
         sections = "\n".join(options_of(typer.main.get_command(netfold_command), "netfold", 2, {}))
         source[0] = source[0].replace("<!-- options -->", sections)
-    if document.startswith("bench/results/") and not source[0].startswith("# "):
+    if document.startswith("lab/bench/results/") and not source[0].startswith("# "):
         index = (Path(app.srcdir) / "docs/reference/measurements.md").read_text()
         title = re.search(rf"^(.+) <../../{document}>$", index, re.MULTILINE)
         source[0] = f"# {title[1] if title else document}\n\n{source[0]}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from netfold._native import fabric
-from netfold.bench.mpi_peers import have_peer
+from netfold_lab.bench.mpi_peers import have_peer
 
 
 def need_libfabric() -> str:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from netfold.rack.command import run
-from netfold.rack.processes import Process, spawn
+from netfold_lab.rack.command import run
+from netfold_lab.rack.processes import Process, spawn
 
 
 @dataclass

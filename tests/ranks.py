@@ -32,8 +32,8 @@ _OF_RANKS = (
     "torch.distributed.pipelining",
     "torch.distributed.checkpoint",
     "netfold.torch.operations",
-    "netfold.train.rank",
-    "netfold.train.trainer",
+    "netfold_train.rank",
+    "netfold_train.trainer",
 )
 _OF_SWITCHES = ("asyncio", "cryptography.x509", "rich.console", "netfold.cli.switch")
 _FORKS.set_forkserver_preload([*_OF_RANKS, *_OF_SWITCHES])

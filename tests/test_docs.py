@@ -20,7 +20,7 @@ from sources import ROOT, files
 from netfold.cli import app
 from netfold.switch.metrics import PACKET_KINDS, exposition
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab" / "bench" / "results").glob("*.md")])
 # Every page with a block that readers run, and that can run on one machine.
 RUN_PAGES = [
     page
@@ -77,7 +77,7 @@ def test_doc_files_named_in_sources_exist() -> None:
 def test_native_files_named_in_sources_exist() -> None:
     """A header is named as the code includes it, any other file by its path."""
     headers = names_in_sources(r"\bnetfold/[a-z_]+/[a-z_/]+\.hpp\b")
-    assert headers and not [name for name in headers if not any((ROOT / "native").glob(f"**/include/{name}"))]
+    assert headers and not [name for name in headers if not any((ROOT / "core" / "native").glob(f"**/include/{name}"))]
     files = names_in_sources(r"\bnative/[a-z_/]+\.[ch]pp\b")
     assert files and not sorted(name for name in files if not (ROOT / name).exists())
 
@@ -85,7 +85,7 @@ def test_native_files_named_in_sources_exist() -> None:
 def test_paths_that_the_architecture_names_exist() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     paths = re.findall(r"`([\w-]+(?:/[\w.-]+)+)`", text)
-    bases = (ROOT, ROOT / "src" / "netfold", ROOT / "native")
+    bases = (ROOT, ROOT / "core/src/netfold", ROOT / "core" / "native")
     assert paths and not [path for path in paths if not any((base / path).exists() for base in bases)]
 
 
@@ -110,7 +110,7 @@ def test_every_metric_of_a_switch_is_on_its_page() -> None:
 def test_every_event_of_a_switchs_log_is_on_its_page() -> None:
     page = (ROOT / "docs" / "reference" / "log-events.md").read_text()
     events = set()
-    for source in (ROOT / "src" / "netfold" / "switch").glob("*.py"):
+    for source in (ROOT / "core/src/netfold" / "switch").glob("*.py"):
         events |= set(re.findall(r'event\(\s*logging\.\w+,\s*"(\w+)"', source.read_text()))
     assert events and not sorted(name for name in events if f"| `{name}` |" not in page)
 
@@ -119,7 +119,7 @@ def test_every_public_name_is_on_the_page_of_the_interface() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     missing = [
         f"{module}.{name}"
-        for module in ("netfold", "netfold.elastic", "netfold.train")
+        for module in ("netfold", "netfold.elastic", "netfold_train")
         for name in importlib.import_module(module).__all__
         if not re.search(rf":: {module}\.{name}$|`{name}`", page, re.MULTILINE)
     ]
@@ -127,7 +127,7 @@ def test_every_public_name_is_on_the_page_of_the_interface() -> None:
 
 
 def test_error_texts_that_pages_quote_are_in_the_source() -> None:
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.cpp"), *(ROOT / "native").rglob("*.hpp")]
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "core" / "native").rglob("*.cpp"), *(ROOT / "core" / "native").rglob("*.hpp")]
     # Join string literals that go on in the next line.
     code = re.sub(r'"\s+f?"', "", "\n".join(source.read_text() for source in sources))
     table = (ROOT / "docs" / "how-to" / "troubleshoot.md").read_text().split("## By error text")[1]
@@ -149,7 +149,7 @@ def test_every_page_is_in_a_table_of_contents() -> None:
                     name = re.sub(r".*<(.+)>", r"\1", line)
                     listed.add((page.parent / f"{name}.md").resolve())
     pages = {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "index.md"}
-    pages |= set((ROOT / "bench" / "results").glob("*.md"))
+    pages |= set((ROOT / "lab" / "bench" / "results").glob("*.md"))
     assert not sorted(str(page.relative_to(ROOT)) for page in pages - listed)
     assert all(page.exists() for page in listed)
 
@@ -261,7 +261,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_results_name_no_folder_of_the_machine_that_measured_them() -> None:
-    for page in sorted((ROOT / "bench" / "results").glob("*.*")):
+    for page in sorted((ROOT / "lab" / "bench" / "results").glob("*.*")):
         if page.suffix in (".md", ".json"):
             found = re.findall(
                 rf"{re.escape(str(ROOT))}\S{{0,40}}|/[\w.-]+/\S{{0,60}}\.venv\S{{0,40}}", page.read_text()

@@ -30,7 +30,7 @@ NOT_HERE = "not installed here: pip install 'netfold[{}]'".format
 @pytest.mark.parametrize(
     ("gone", "arguments", "sentence"),
     [
-        ("torch", "train examples/recipes/edsr.toml", "netfold train needs torch, " + NOT_HERE("train")),
+        ("torch", "train train/src/netfold_train/recipes/edsr.toml", "netfold train needs torch, " + NOT_HERE("train")),
         ("torch,skimage", "demo", "netfold demo needs torch and skimage, " + NOT_HERE("demo")),
         ("torch", "bench all-reduce --backend netfold", "a backend of torch needs torch, " + NOT_HERE("torch")),
         ("torch", "bench model vgg16 --backend gloo", "a backend of torch needs torch, " + NOT_HERE("torch")),

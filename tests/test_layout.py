@@ -38,18 +38,18 @@ def test_native_components_include_only_what_they_may() -> None:
     broken = []
     for folder, allowed in MAY_INCLUDE.items():
         name = folder.rsplit("/", 1)[-1]
-        for source in (ROOT / "native" / folder).rglob("*.[ch]pp"):
+        for source in (ROOT / "core" / "native" / folder).rglob("*.[ch]pp"):
             for other in re.findall(r"#include <netfold/(\w+)/", source.read_text()):
                 if other != name and other not in allowed:
                     broken.append(f"{source.relative_to(ROOT)} includes {other}")
     assert not broken, broken
-    components = {path.name for path in (ROOT / "native").iterdir() if path.is_dir() and path.name != "dev"}
-    components |= {f"dev/{path.name}" for path in (ROOT / "native" / "dev").iterdir() if path.is_dir()}
+    components = {path.name for path in (ROOT / "core" / "native").iterdir() if path.is_dir() and path.name != "dev"}
+    components |= {f"dev/{path.name}" for path in (ROOT / "core" / "native" / "dev").iterdir() if path.is_dir()}
     assert components == set(MAY_INCLUDE)
 
 
 def test_only_bind_includes_python() -> None:
-    for source in (ROOT / "native").rglob("*.[ch]pp"):
+    for source in (ROOT / "core" / "native").rglob("*.[ch]pp"):
         if source.parent.name != "bind":
             assert not re.search(r"#include <(nanobind|Python)", source.read_text()), source
 
@@ -60,7 +60,7 @@ def test_native_code_waits_by_the_steady_clock() -> None:
         r"std::(condition_variable|timed_mutex|recursive_timed_mutex|shared_timed_mutex)|"
         r"system_clock|sleep_until\(|CLOCK_REALTIME"
     )
-    for source in (ROOT / "native").rglob("*.[ch]pp"):
+    for source in (ROOT / "core" / "native").rglob("*.[ch]pp"):
         code = re.sub(r"//.*", "", source.read_text())
         assert not forbidden.search(code), (source, forbidden.search(code))
 
@@ -78,11 +78,11 @@ def test_python_packages_import_only_what_they_may() -> None:
 
 def test_every_environment_variable_is_on_the_page() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
-    options = (ROOT / "src/netfold/options.py").read_text()
+    options = (ROOT / "core/src/netfold/options.py").read_text()
     fields = re.findall(r"^    (\w+): [\w |]+ = None$", options, re.M)
     assert fields, "options.py has changed its shape"
     used = {f"NETFOLD_{field.upper()}" for field in fields}
-    folders = ((ROOT / "src", "*.py"), (ROOT / "examples" / "netfold_demo", "*.py"), (ROOT / "native", "*.cpp"))
+    folders = ((ROOT / "src", "*.py"), (ROOT / "examples" / "netfold_lab.demo", "*.py"), (ROOT / "core" / "native", "*.cpp"))
     for source in [file for folder, kind in folders for file in folder.rglob(kind)]:
         used |= set(re.findall(r"[\"(](NETFOLD_[A-Z_]+)\b", source.read_text()))
     missing = sorted(name for name in used if f"`{name}`" not in page)
@@ -90,7 +90,7 @@ def test_every_environment_variable_is_on_the_page() -> None:
 
 
 def test_every_package_has_a_docstring() -> None:
-    for package in [*(ROOT / "src" / "netfold").iterdir(), ROOT / "examples" / "netfold_demo"]:
+    for package in [*(ROOT / "core/src/netfold").iterdir(), ROOT / "examples" / "netfold_lab.demo"]:
         if (package / "__init__.py").exists():
             text = (package / "__init__.py").read_text()
             assert text.startswith('"""') and len(text.split('"""')[1]) > 80, package
@@ -105,7 +105,7 @@ def test_test_files_have_unique_names() -> None:
 # Of these the first argument or `timeout` is a limit in seconds. `load.seconds` and `load.run` make it follow the load.
 _WAITS = {"wait", "join", "result", "settimeout", "communicate", "run", "check_call", "check_output"}
 # Programs of their own, whose limits belong to what they measure.
-_PROGRAMS = ("tests/chaos/", "tests/conformance/", "tests/torch/probe_")
+_PROGRAMS = ("lab/tests/chaos/", "core/tests/conformance/", "core/tests/torch/probe_")
 
 
 def test_no_test_limits_a_wait_by_seconds_of_a_quiet_machine() -> None:

@@ -30,15 +30,15 @@ FOUND = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in WORDS) + r")\b"
 
 # Results of former versions, the fuzzers' random text, and this list.
 NOT_COVERED = (
-    "bench/results/",
-    "tests/fuzz/corpus/",
+    "lab/bench/results/",
+    "core/tests/fuzz/corpus/",
     "tests/test_words.py",
 )
 
 # The same word with another meaning.
 ALLOWED = {
     ("docs/how-to/fabric.md", "resident"): "resident memory",
-    ("src/netfold/diagnostics/top.py", "fold"): "a value of rich",
+    ("core/src/netfold/diagnostics/top.py", "fold"): "a value of rich",
 }
 
 

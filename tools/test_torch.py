@@ -5,7 +5,7 @@
         [--keep]
 
 One wheel, built once by the Python of .venv, serves every version. For each version: make .venv-torch-VERSION, install
-torch and the wheel, run the parts, write the version's row to bench/results/torch_versions.md, remove the environment.
+torch and the wheel, run the parts, write the version's row to lab/bench/results/torch_versions.md, remove the environment.
 Logs of the parts stay in .torch-logs/VERSION/.
 
 Parts:
@@ -13,8 +13,8 @@ Parts:
 - products     the demo, a benchmark, a profiled run, a recipe, an explanation: each ends with status 0;
 - conformance  PyTorch's own suite on 2 and 3 ranks over gloo and netfold: everything that gloo passes must pass;
                with --torch-tests (test/distributed of PyTorch's repository at that version, which the wheel lacks) also
-               the tests of reconfigure (tests/conformance/fault_tolerance.py);
-- probe        tests/torch/probe.py over both: the same, but for what tests/torch/probe_explained.py explains.
+               the tests of reconfigure (core/tests/conformance/fault_tolerance.py);
+- probe        core/tests/torch/probe.py over both: the same, but for what core/tests/torch/probe_explained.py explains.
 
 Exit code: 0 where every part of every version is good; 1 where not; 3 where the disk lacks room or pip finds no such
 version, so that nothing ran.
@@ -38,7 +38,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILDER = ROOT / ".venv" / "bin" / "python"
-RESULTS = ROOT / "bench" / "results" / "torch_versions.md"
+RESULTS = ROOT / "lab" / "bench" / "results" / "torch_versions.md"
 PARTS = ("tests", "products", "conformance", "probe")
 # A torch with CUDA takes 6 GB, its download cache as much again, and the tests need some.
 NEEDED_GB = 25
@@ -54,10 +54,10 @@ HEAD = """\
 # Versions of torch
 
 `make test-torch TORCH=VERSION` makes an environment with that torch and netfold's wheel, the same wheel for all, and
-runs in it: `tests/torch`; the products (demo, benchmark, profiled run, recipe, explanation); PyTorch's own suite on
-2 and 3 ranks, over gloo and over netfold; and `tests/torch/probe.py`, which tries what torch.distributed offers. Lost:
-what gloo passes and netfold does not, without an explanation (`EXPLAINED` in `tests/conformance/__main__.py`,
-`tests/torch/probe_explained.py`). Reconfigure: passed, failed and skipped of PyTorch's own tests of it, which the wheel
+runs in it: `core/tests/torch`; the products (demo, benchmark, profiled run, recipe, explanation); PyTorch's own suite on
+2 and 3 ranks, over gloo and over netfold; and `core/tests/torch/probe.py`, which tries what torch.distributed offers. Lost:
+what gloo passes and netfold does not, without an explanation (`EXPLAINED` in `core/tests/conformance/__main__.py`,
+`core/tests/torch/probe_explained.py`). Reconfigure: passed, failed and skipped of PyTorch's own tests of it, which the wheel
 lacks (`TORCH_TESTS=FOLDER`). A part that was not run is "-".
 
 | torch | tests/torch: passed, failed, skipped | products | suite: gloo, netfold, lost \
@@ -181,7 +181,7 @@ class Environment:
 def tests(environment: Environment, row: Row) -> None:
     report = environment.logs / "tests.xml"
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-m", "not rack and not soak and not ecosystem", "-q"]
-    command += ["--timeout", "600", "-n", "2", "--dist", "loadfile", f"--junitxml={report}", "tests/torch"]
+    command += ["--timeout", "600", "-n", "2", "--dist", "loadfile", f"--junitxml={report}", "core/tests/torch"]
     status = environment.run("tests", command)
     if not report.exists():
         row.cells["tests"], row.good = f"ended with status {status}", False
@@ -212,7 +212,7 @@ def products(environment: Environment, row: Row) -> None:
     (folder / "job.py").write_text(JOB)
     netfold = ["-m", "netfold.cli"]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "job.py"]
-    recipe = str(ROOT / "examples" / "recipes" / "gpt.toml")
+    recipe = str(ROOT / "train/src/netfold_train/recipes" / "gpt.toml")
     sides = ["--backend", "netfold", "--backend", "gloo", "--ranks", "2"]
     short = ["--set", "training.steps=4", "--set", f"run.folder={folder}/runs"]
     commands = {
@@ -234,7 +234,7 @@ def products(environment: Environment, row: Row) -> None:
 def conformance(environment: Environment, row: Row) -> None:
     report = environment.logs / "conformance.json"
     sizes = [text for size in WORLD_SIZES for text in ("--world-size", str(size))]
-    status = environment.run("conformance", ["tests/conformance", *sizes, "--json", str(report)])
+    status = environment.run("conformance", ["core/tests/conformance", *sizes, "--json", str(report)])
     if not report.exists():
         row.cells["conformance"], row.good = f"ended with status {status}", False
         return
@@ -247,7 +247,7 @@ def conformance(environment: Environment, row: Row) -> None:
 
 def fault_tolerance(environment: Environment, row: Row, torch_tests: Path) -> None:
     file = torch_tests / "test_c10d_fault_tolerance.py"
-    status = environment.run("fault_tolerance", ["tests/conformance/fault_tolerance.py", str(file)])
+    status = environment.run("fault_tolerance", ["core/tests/conformance/fault_tolerance.py", str(file)])
     said = (environment.logs / "fault_tolerance.log").read_text()
     run = re.search(r"^Ran (\d+) tests", said, re.MULTILINE)
     count = {
@@ -262,7 +262,7 @@ def fault_tolerance(environment: Environment, row: Row, torch_tests: Path) -> No
 
 def probe(environment: Environment, row: Row) -> None:
     report = environment.logs / "probe.json"
-    command = ["tests/torch/probe.py", "netfold", "--against", "gloo", "--deadline-factor", "4", "--json", str(report)]
+    command = ["core/tests/torch/probe.py", "netfold", "--against", "gloo", "--deadline-factor", "4", "--json", str(report)]
     status = environment.run("probe", command)
     if not report.exists():
         row.cells["probe"], row.good = f"ended with status {status}", False

@@ -12,9 +12,9 @@ import pytest
 from model_check import Scope, replay, search, search_validation
 from model_check.__main__ import main
 from netfold.extras import MissingExtraError
-from netfold.rack.command import why_unavailable
-from netfold.rack.delay_links import DelayLinks
-from netfold.rack.topology import End
+from netfold_lab.rack.command import why_unavailable
+from netfold_lab.rack.delay_links import DelayLinks
+from netfold_lab.rack.topology import End
 
 ROOT = Path(__file__).parents[2]
 ABSENT = "needs netfold._native_dev, which no wheel has: run `make build` in a checkout of netfold"
@@ -33,14 +33,14 @@ def test_only_an_editable_build_has_the_development_module(state: str, built: st
 
 
 def test_cmake_builds_the_development_components_only_where_asked() -> None:
-    text = (ROOT / "native" / "CMakeLists.txt").read_text()
+    text = (ROOT / "core" / "native" / "CMakeLists.txt").read_text()
     conditional = "".join(re.findall(r"^if\(NETFOLD_DEV\)\n(.*?)^endif\(\)", text, re.M | re.S))
     for name in ("component(model_check", "component(delay_link", "extension(_native_dev"):
         assert name in conditional and text.count(name) == 1, name
 
 
 def test_of_the_package_only_extras_names_the_development_module() -> None:
-    sources = (ROOT / "src" / "netfold").rglob("*.py")
+    sources = (ROOT / "core/src/netfold").rglob("*.py")
     assert [source.name for source in sources if "_native_dev" in source.read_text()] == ["extras.py"]
 
 

@@ -17,7 +17,7 @@ import netfold
 packages = [name for _, name, is_package in pkgutil.iter_modules(netfold.__path__, "netfold.") if is_package]
 specs = [importlib.util.find_spec(name) for name in ["netfold", *packages]]
 paths = {spec.name: list(spec.submodule_search_locations) for spec in specs}
-found = importlib.util.find_spec("netfold.train.tests")
+found = importlib.util.find_spec("netfold_train.tests")
 print(json.dumps({"paths": {"sys": sys.path, **paths}, "tests": str(found and found.submodule_search_locations)}))
 """
 
@@ -28,7 +28,7 @@ def test_neither_the_root_of_the_checkout_nor_a_folder_above_it_is_a_search_path
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(60))
     assert run.returncode == 0, run.stderr
     printed = json.loads(run.stdout)
-    assert "netfold.train" in printed["paths"]
+    assert "netfold_train" in printed["paths"]
     for name, paths in printed["paths"].items():
         wrong = [path for path in paths if ROOT.is_relative_to(Path(path).resolve())]
         assert not wrong, f"{name} is searched in {wrong}"

@@ -1,6 +1,0 @@
-"""Tests of bench/validation import it as `validation`."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
