@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -96,3 +97,12 @@ def test_a_reply_that_nobody_asked_for_ends_the_membership() -> None:
         switch.wait_for("event=protocol_error .*a reply that nobody asked for")
         with contextlib.suppress(EOFError, ConnectionError):
             assert control_messages.receive(stream)["type"] == "refused"
+
+
+def test_the_thread_of_control_messages_goes_behind_the_threads_of_packets() -> None:
+    with running_switch() as switch:
+        pid = switch.process.pid
+        nice = {int(task): os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir(f"/proc/{pid}/task")}
+    assert len(nice) > 1
+    assert nice.pop(pid) == 10
+    assert set(nice.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}

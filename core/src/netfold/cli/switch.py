@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Awaitable
@@ -19,6 +20,7 @@ from netfold.cli.verb import CANNOT, FAILED, exit_on, new_app, time_option
 app = new_app(help="Run an aggregator: it adds up the gradients of the jobs that join it.")
 
 STDERR = 2  # the descriptor
+CONTROL_NICE = 10
 # An environment variable, so that a container's health check uses the same port as its switch.
 METRICS = "NETFOLD_SWITCH_METRICS"
 
@@ -85,8 +87,8 @@ def switch(
     dataplane: Annotated[
         str,
         typer.Option(
-            help="user: threads of this process. bmv2: a P4 pipeline, core/native/p4/netfold.p4 in bmv2's simple_switch; "
-            "needs --pipeline and --hosts."
+            help="user: threads of this process. bmv2: a P4 pipeline, core/native/p4/netfold.p4 in bmv2's "
+            "simple_switch; needs --pipeline and --hosts."
         ),
     ] = "user",
     pipeline: Annotated[str | None, typer.Option(help="The Thrift server of the simple_switch, host:port.")] = None,
@@ -113,8 +115,8 @@ def switch(
     """
     if context.invoked_subcommand is not None:
         return
-    from netfold_lab.bench.sizes import parse_size
     from netfold.options import warn_of_unknown_variables
+    from netfold.quantity import parse_size
     from netfold.switch import Limits, Switch, Tokens
     from netfold.switch.acceptor import bound_memory
     from netfold.switch.bmv2 import Bmv2
@@ -197,6 +199,8 @@ def switch(
             address = await bind(web.start(), metrics or "")
             event(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
         endpoint = await bind(daemon.start(), listen)
+        # This is for the Python thread alone. The threads of packets run already, and go before what peers send to it.
+        os.setpriority(os.PRIO_PROCESS, 0, CONTROL_NICE)
         # The only line on stdout, for programs that start a switch. The log is on stderr, which may be the same pipe:
         # `print` would write the line's end by itself.
         typer.echo(f"netfold switch listening on {endpoint}")

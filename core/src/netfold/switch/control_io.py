@@ -27,7 +27,7 @@ class PacedReader:
     """
 
     BURST = 128
-    RATE_PER_S = 32.0
+    RATE_PER_S = 10.0
     LONG_BYTES = 2048
 
     def __init__(self, reader: asyncio.StreamReader, gate: asyncio.Lock) -> None:
