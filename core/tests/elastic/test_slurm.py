@@ -18,6 +18,7 @@ from load import seconds, settles
 from ranks import Daemon
 from slurm_cluster import WAIT_TIME_S, SlurmCluster
 from small_recipe import SMALL_GPT
+from sources import HELPERS
 
 from netfold_train.runs.metrics import read_metrics
 
@@ -34,7 +35,7 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 BEGIN = f"""
-export PYTHONPATH={HERE}:{HERE.parent} OMP_NUM_THREADS=1
+export PYTHONPATH={HERE}:{HELPERS} OMP_NUM_THREADS=1
 python={sys.executable}
 """
 STORE = """

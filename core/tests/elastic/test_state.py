@@ -11,8 +11,8 @@ from ranks import run_ranks, values
 
 torch = pytest.importorskip("torch")
 
-from netfold.torch.elastic.state import State  # noqa: E402
-from netfold.torch.elastic.transfer import Unpacking, pack  # noqa: E402
+from netfold.elastic.torch.state import State  # noqa: E402
+from netfold.elastic.torch.transfer import Unpacking, pack  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -173,7 +173,7 @@ def check_equal(parts: dict[str, Any], others: dict[str, Any]) -> None:
 def sent(rank: int, size: int, folder: str) -> None:
     import torch.distributed as dist
 
-    from netfold.torch.elastic import transfer
+    from netfold.elastic.torch import transfer
 
     torch.set_num_threads(1)
     transfer.WINDOW_BYTES = 100_000  # several windows

@@ -100,7 +100,7 @@ def test_a_job_of_eight_loses_three_ranks_and_gets_two_back() -> None:
 
 
 def dies_while_it_receives_the_state(rank: int, size: int, folder: str, first: int) -> Any:
-    from netfold.torch.elastic import transfer
+    from netfold.elastic.torch import transfer
 
     members: Any = None
     send = transfer.send

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from traces import KB, MB, PROFILER, Op, Trace, make_run, make_trace
 
-from netfold.tuning.advice import advise
-from netfold.tuning.profile_link import Fitted, fit, observe_groups
 from netfold.profile.analyse import analyse
 from netfold.profile.findings import Advice
 from netfold.profile.run import Run
+from netfold.tuning.advice import advise
 from netfold.tuning.cost import predict
+from netfold.tuning.profile_link import Fitted, fit, observe_groups
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
 # 100 us, 100 MB/s. Reductions run at the built-in 4 GB/s.

@@ -1,4 +1,4 @@
-"""Recordings of NCCL's profiler: beside recordings of netfold, and of several processes. The plugin: tests/nccl."""
+"""Recordings of NCCL's profiler: beside recordings of netfold, and of several processes. (core/tests/nccl.)"""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from traces import MB, OPERATIONS, PROFILER, Op, Trace, make_run, make_trace, wr
 from typer.testing import CliRunner
 
 from netfold.cli import app
+from netfold.tuning.cost import predict as formula
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 from netfold_plan.cluster import Cluster
 from netfold_plan.job import Job, Split
 from netfold_plan.request.profile import read_profile
 from netfold_plan.step import predict
-from netfold.tuning.cost import predict as formula
-from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 
 RANKS, STEPS = 4, 12
 LINKS = replace(DEFAULT_LINKS, network=Link(100e-6, 100e6))

@@ -13,12 +13,12 @@ from traces import MB, make_run
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
-from netfold.tuning.profile_link import Fitted, ObservedGroup, fit, observe_groups
 from netfold.profile.analyse import analyse
 from netfold.profile.matching import SYNCHRONISING
 from netfold.profile.record import records_of
 from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 from netfold.tuning.cost import predict
+from netfold.tuning.profile_link import Fitted, ObservedGroup, fit, observe_groups
 from netfold.tuning.topology import DEFAULT_LINKS, Link
 
 SIZE, ROUNDS, LATE, LATE_S = 3, 12, 1, 0.03

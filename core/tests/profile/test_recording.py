@@ -24,10 +24,10 @@ from ranks import run_ranks, values
 
 import netfold
 from netfold import Communicator, FileStore
-from netfold_plan.request.profile import read_profile
 from netfold.profile import RECORD, recording
 from netfold.profile.launch import LaunchError, namespace, new_folder
 from netfold.profile.run import PROGRESS, GroupName, Trace, read_run
+from netfold_plan.request.profile import read_profile
 
 HERE = Path(__file__).parent
 NETFOLD = [sys.executable, "-m", "netfold.cli"]
@@ -363,7 +363,7 @@ def test_without_a_recording_nothing_is_loaded(tmp_path: Path) -> None:
             assert "netfold records" not in names, names
             from netfold._native import engine
             engine.ComputeSampler(threading.main_thread().ident, os.getpid()).stop()  # no other sampler is running
-        assert "netfold.torch.profiler_source" not in sys.modules
+        assert "netfold.profile.torch.source" not in sys.modules
         """,
     )
     done = run(sys.executable, job, tmp_path / "store")
@@ -563,7 +563,7 @@ def test_a_users_profiler_has_precedence_and_gaps_are_reported(tmp_path: Path) -
 
 WITHOUT_STEPS = """
     import sys, time, torch, torch.distributed as dist, netfold
-    from netfold.torch import profiler_window
+    from netfold.profile.torch import window as profiler_window
     profiler_window.MAX_OPERATIONS = 100
     with netfold.profile(sys.argv[1]) as profile:
         dist.init_process_group("gloo")
@@ -587,7 +587,7 @@ def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) ->
 MARKS = """
     import sys, torch, torch.distributed as dist, netfold
     from torch.nn.parallel import DistributedDataParallel
-    from netfold.torch import profiler_window
+    from netfold.profile.torch import window as profiler_window
     profiler_window.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
     dist.init_process_group("gloo")
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))

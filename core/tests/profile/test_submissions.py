@@ -15,7 +15,6 @@ from browser import parse
 from traces import KB, MB, PROFILER, Op, make_run, make_trace
 
 from netfold._native import engine
-from netfold.tuning.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.columns import completes, submissions
 from netfold.profile.compare import compare
@@ -28,7 +27,10 @@ from netfold.profile.perfetto import write_trace
 from netfold.profile.recording import Names, Recording
 from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 from netfold.profile.table import render_comparison, render_table
-from netfold.torch import profiler_records, profiler_source, profiler_window
+from netfold.profile.torch import records as profiler_records
+from netfold.profile.torch import source as profiler_source
+from netfold.profile.torch import window as profiler_window
+from netfold.tuning.advice import advise
 
 GROUPS = {"model": range(2), "cpu": range(2)}
 HOW = ("torch.cuda.Event(enable_timing=True)", "torch.profiler")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from traces import MB, Op, make_run, make_trace
 
-from netfold.tuning.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.compare import compare
 from netfold.profile.run import Run
 from netfold.profile.window import in_steps
+from netfold.tuning.advice import advise
 
 
 def job() -> Run:

@@ -4,7 +4,7 @@
 training thread and `service`, at its listener, share. `agreement` decides who goes on, as a state machine that
 `negotiation` runs over the members' listeners, by `messages`. `heartbeat` ends a generation whose member sends nothing
 more. A newcomer finds members by `newest`, and asks them by `joining`. `policy` divides the data. With torch: `State`
-and `World`, of `netfold.torch.elastic`, which is loaded when one of them is first used.
+and `World`, of `netfold.elastic.torch`, which is loaded when one of them is first used.
 May import: communicator, bootstrap, `netfold.options`, `netfold.errors`. Never torch.
 
 Always: a generation has one successor; a step is applied by all members or by none; a minority never goes on alone; a
@@ -15,7 +15,6 @@ Tests: `.venv/bin/pytest core/tests/elastic`
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from netfold.elastic.change import Change, Lost, TooFewLeft, Vote
@@ -23,14 +22,15 @@ from netfold.elastic.members import Members
 from netfold.elastic.policy import Policy
 
 if TYPE_CHECKING:
-    from netfold.torch.elastic import State as State
-    from netfold.torch.elastic import World as World
+    from netfold.elastic.torch import State as State
+    from netfold.elastic.torch import World as World
 
 __all__ = ["Change", "Lost", "Members", "Policy", "State", "TooFewLeft", "Vote", "World"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("State", "World"):
-        # By name: this package is below netfold.torch, and must not load torch.
-        return getattr(importlib.import_module("netfold.torch.elastic"), name)
+        from netfold.elastic import torch  # loaded when it is used: members alone need no torch
+
+        return getattr(torch, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -165,7 +165,7 @@ class Standing:
         self.changed.notify_all()
 
     def negotiate(self, generation: int, handles: Sequence[str]) -> Negotiation:
-        """The negotiation about the end of a generation. lab/src/netfold_lab/model_check puts one without a network in its place."""
+        """The negotiation about the end of a generation. The search puts one without a network in its place."""
         return Negotiation(
             generation,
             handles,

@@ -80,7 +80,7 @@ TRANSFER = np.dtype(
 )
 # OPERATION.ending.
 BY_KERNEL, BY_TRANSFERS, BY_SUBMISSION, CUT_OFF = range(4)
-# Other groups of a rank's records have smaller numbers (netfold.torch.profiler_records).
+# Other groups of a rank's records have smaller numbers (netfold.profile.torch.records).
 _FIRST_GROUP = 1 << 48
 _UNKNOWN = 255
 _NAMED_FROM = 128

@@ -2,7 +2,7 @@
 
 A `Recording` has a sampler of the training thread, and one thread that writes the new records every half second and at
 the end. The records are of netfold's groups (their event records) and, for other backends, of torch's profiler
-(`netfold.torch.profiler_source`, if torch is loaded when the recording starts). A recording begins armed. It writes
+(`netfold.profile.torch.source`, if torch is loaded when the recording starts). A recording begins armed. It writes
 nothing before the process is in a group, since the group tells the process's rank. A process without a group, such as a
 launcher or a worker that loads data, leaves no files.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import importlib
 import json
 import os
 import platform
@@ -31,15 +30,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from netfold.profile.record import Records, records_of
 from netfold.profile.run import FORMAT, PROGRESS, STEP, GroupName, RankMetadata, RankWriter
-
-if TYPE_CHECKING:
-    from netfold.torch.profiler_source import TorchSource
 
 VARIABLE = "NETFOLD_PROFILE"
 # The prefix of a launcher's file (netfold.profile.launch).
@@ -113,6 +109,22 @@ class Names:
         return {what: {str(number): name for name, number in table.items()} for what, table in self.tables.items()}
 
 
+class Source(Protocol):
+    """Records of other backends in this process: `netfold.profile.torch.source` has the one of torch."""
+
+    name: str
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def forget(self) -> None: ...
+    def boundary(self) -> None: ...
+    def identity(self) -> Identity | None: ...
+    def take(self, names: Names) -> Batch: ...
+    def groups(self) -> Mapping[str, GroupName]: ...
+    def coverage_gaps(self) -> list[str]: ...
+    def versions(self) -> Mapping[str, str]: ...
+
+
 class Recording:
     """See `netfold.profile`."""
 
@@ -124,7 +136,7 @@ class Recording:
         self._writer: RankWriter | None = None
         self._about: RankMetadata | None = None
         self._sampler: Any = None
-        self._torch: TorchSource | None = None
+        self._torch: Source | None = None
         self._names: Names | None = None
         self._ended = threading.Event()
         self._stopped = False
@@ -156,10 +168,10 @@ class Recording:
             member.read_up_to = member.read(0)[0]  # earlier operations belong to no recording
         _current = self
         if "torch" in sys.modules:
-            # By name: profile is below torch in the layers, and torch may be absent.
-            source = importlib.import_module("netfold.torch.profiler_source").TorchSource(self)
-            source.begin()
-            self._torch = source
+            from netfold.profile.torch.source import TorchSource  # torch may be absent
+
+            self._torch = TorchSource(self)
+            self._torch.begin()
         self._thread = threading.Thread(target=self._run, name="netfold records", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -285,7 +297,8 @@ class Recording:
             return False
         if not self._replaces:
             self._refuse_rank(who)
-        engine = importlib.import_module("netfold._native").engine
+        from netfold._native import engine  # loaded by the first group
+
         self._names = Names(engine)
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # the launcher or another rank was first
@@ -418,7 +431,9 @@ def describe_run(folder: Path, command: Sequence[str]) -> None:
 
 
 def _version() -> str:
-    return str(importlib.import_module("netfold").__version__)
+    from netfold import __version__  # loads the native module
+
+    return __version__
 
 
 def _after_fork_in_child() -> None:

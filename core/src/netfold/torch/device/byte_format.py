@@ -1,8 +1,8 @@
 """The i8 wire format's arithmetic by torch's operations, on any device.
 
-The bits equal those of core/native/kernels (byte_quantise.hpp, which has the error bounds). Each product and quotient is one
-operation of torch's, rounded once. Only blocks whose greatest magnitude is below 2^-100 or above 2^100 need f64, as in
-the native layer.
+The bits equal those of core/native/kernels (byte_quantise.hpp, which has the error bounds). Each product and quotient
+is one operation of torch's, rounded once. Only blocks whose greatest magnitude is below 2^-100 or above 2^100 need f64,
+as in the native layer.
 """
 
 from __future__ import annotations

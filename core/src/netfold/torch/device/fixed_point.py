@@ -1,8 +1,8 @@
 """The i32 wire format's arithmetic by torch's operations, on any device.
 
-The bits equal those of core/native/kernels (block_quantise.hpp, which has the proof), so a sum made on GPUs equals a sum
-made on a host. All products are in f64, where they are exact and rounded once. The native engine does the same for the
-smallest units; for other units it uses f32, where its products are exact, too.
+The bits equal those of core/native/kernels (block_quantise.hpp, which has the proof), so a sum made on GPUs equals a
+sum made on a host. All products are in f64, where they are exact and rounded once. The native engine does the same for
+the smallest units; for other units it uses f32, where its products are exact, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives through pinned host memory, in a pipeline of chunks.
 
-The pipeline is native (core/native/device/include/netfold/device/host_staging.hpp): a call's chunks need neither Python nor
-the GIL. Here are the beginning and the end of a call, the order of calls on the same memory, and errors.
+The pipeline is native (core/native/device/include/netfold/device/host_staging.hpp): a call's chunks need neither Python
+nor the GIL. Here are the beginning and the end of a call, the order of calls on the same memory, and errors.
 
 Chunks leave, run and return in the same order on every rank, as the native group requires. The results are complete
 after the event that follows the last chunk's return.

@@ -13,10 +13,10 @@ At most two chunks are under way, and they end in the order in which they began.
 another rank still reads: it last read there `SLOTS` chunks ago. The chunk after that one has ended, so every rank has
 passed a barrier since, after an event that follows those reads.
 
-A window is a lease, like a shared tensor (ShmNode::begin_use in core/native/transport). It has an owner and counted users,
-and the owner's memory is not reused until all users have released it. The owner exports the window once for each user,
-since one of torch's counters counts one user. A user releases the window once its device has finished: at the end of
-the group, or never if the device hangs. The owner writes into its window only as described above, and not after a
+A window is a lease, like a shared tensor (ShmNode::begin_use in core/native/transport). It has an owner and counted
+users, and the owner's memory is not reused until all users have released it. The owner exports the window once for each
+user, since one of torch's counters counts one user. A user releases the window once its device has finished: at the end
+of the group, or never if the device hangs. The owner writes into its window only as described above, and not after a
 failure. So a slow user may still read, but never reads memory from outside of the group.
 """
 

@@ -9,7 +9,7 @@ Always: an optimizer changes nothing before its step's vote has passed; every ra
 Tests: `.venv/bin/pytest core/tests/elastic`
 """
 
-from netfold.torch.elastic.state import State
-from netfold.torch.elastic.world import World
+from netfold.elastic.torch.state import State
+from netfold.elastic.torch.world import World
 
 __all__ = ["State", "World"]

@@ -1,7 +1,7 @@
 """Record the operations of other backends (gloo, mpi, nccl), and the optimizer's steps.
 
 DDP calls a backend from C++, which Python cannot wrap. But torch's own backends mark their operations for torch's
-profiler. `profiler_window` reads these marks, `profiler_records` makes records of them.
+profiler. `window` reads these marks, `records` makes records of them.
 
 A user's profiler and this one exclude each other. The user's has precedence, and `coverage_gaps` reports the loss.
 """
@@ -24,8 +24,8 @@ from torch.optim import optimizer as optimizers
 from netfold.profile.columns import COMPLETING
 from netfold.profile.recording import Batch, Identity, Names, Recording
 from netfold.profile.run import SUBMISSIONS_ONLY, GroupName
-from netfold.torch.profiler_records import WindowRecords
-from netfold.torch.profiler_window import MAX_OPERATIONS, MESSAGES, Windows, has_flight_recorder, in_backward
+from netfold.profile.torch.records import WindowRecords
+from netfold.profile.torch.window import MAX_OPERATIONS, MESSAGES, Windows, has_flight_recorder, in_backward
 
 # Above all levels of kineto's messages: kineto would print a message for each window.
 _QUIET_LOG_LEVEL = "6"

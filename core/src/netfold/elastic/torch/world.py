@@ -33,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 from netfold.elastic.change import Change
 from netfold.elastic.members import STORE_VARIABLE, Members
 from netfold.elastic.policy import Parts, Policy, divide, keep
+from netfold.elastic.torch import transfer
+from netfold.elastic.torch.state import State
 from netfold.errors import NetfoldError
 from netfold.options import Options
-from netfold.torch.elastic import transfer
-from netfold.torch.elastic.state import State
 from netfold.torch.factory import default_group_of
 from netfold.torch.operations import operations_of
 from netfold.torch.store import TorchStore

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from netfold.profile.record import RECORD
 from netfold.profile.recording import UNKNOWN, Names
 from netfold.profile.run import GroupName
-from netfold.torch.profiler_window import Event, Window, other_groups
+from netfold.profile.torch.window import Event, Window, other_groups
 
 _DTYPES = {
     "float": ("f32", 4),
