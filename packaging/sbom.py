@@ -51,7 +51,14 @@ def _installed(wheel: Path, folder: Path) -> Bom:
     python, listed = folder / "env" / "bin" / "python", folder / "installed.json"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
     subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "-qq", "install", str(wheel)], check=True)
-    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--pyproject", str(ROOT / "pyproject.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "cyclonedx_py",
+        "environment",
+        "--pyproject",
+        str(ROOT / "core" / "pyproject.toml"),
+    ]
     subprocess.run([*command, "--mc-type", "library", "-o", str(listed), str(python)], check=True)
     bom: Bom = Bom.from_json(json.loads(listed.read_text()))  # type: ignore[attr-defined]  # made by its decorator
     return bom

@@ -148,7 +148,7 @@ def _build(interpreter: Interpreter, processor: str, fabric: Path) -> Path:
         "PATH": f"{TOOLS / 'bin'}:{os.environ['PATH']}",
     }
     command = [sys.executable, "-m", "pip", "--python", python, "-qq", "wheel", "--no-deps", "--no-build-isolation"]
-    command += ["-w", out, "-C", f"build-dir={OBJECTS / processor}", "-C", "wheel.py-api=cp312", ROOT]
+    command += ["-w", out, "-C", f"build-dir={OBJECTS / processor}", "-C", "wheel.py-api=cp312", ROOT / "core"]
     subprocess.run([str(word) for word in command], check=True, env=environment)
     [wheel] = out.glob("netfold-*.whl")
     if any("_native_dev" in name for name in zipfile.ZipFile(wheel).namelist()):

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("core", "plan", "train", "lab")
+SOURCES = [ROOT / package / "src" for package in PACKAGES]
+# For processes that tests start: what the tests of all packages share.
+HELPERS = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "core" / "tests")])
 # Folders that are built, or hold no text of the project.
 _NOT_OURS = re.compile(r"\..+|build(-.*)?|dist|__pycache__|.*\.egg-info|netfold-demo|corpus")
 _HIDDEN = {".ci", ".github"}

@@ -16,7 +16,7 @@ import pytest
 import typer
 import typer.main
 from rich.table import Table
-from sources import ROOT
+from sources import SOURCES
 from typer.testing import CliRunner
 
 from netfold.cli import app, verb
@@ -190,7 +190,8 @@ def test_brackets_and_colons_of_users_reach_the_terminal() -> None:
     # Every other console of the program is one of these.
     assert not [
         str(path)
-        for path in (ROOT / "src").rglob("*.py")
+        for folder in SOURCES
+        for path in folder.rglob("*.py")
         if path.name != "console.py" and re.search(r"(?<!plain_)\bConsole\(", path.read_text())
     ]
 

@@ -15,7 +15,7 @@ import typer.main
 from load import seconds
 from page_script import FENCE, run_page, script_of
 from prometheus_client.parser import text_string_to_metric_families
-from sources import ROOT, files
+from sources import PACKAGES, ROOT, SOURCES, files
 
 from netfold.cli import app
 from netfold.switch.metrics import PACKET_KINDS, exposition
@@ -61,7 +61,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 def names_in_sources(pattern: str) -> set[str]:
     """Return every text of the sources and pages, but the change log, that matches the expression."""
-    folders = {"src", "native", "tests", "bench", "examples", "tools"}
+    folders = {*PACKAGES, "tests", "examples", "tools"}
     names = set()
     for path in files():
         if path.parts[0] in folders or (path.suffix == ".md" and path.name != "CHANGELOG.md"):
@@ -78,14 +78,14 @@ def test_native_files_named_in_sources_exist() -> None:
     """A header is named as the code includes it, any other file by its path."""
     headers = names_in_sources(r"\bnetfold/[a-z_]+/[a-z_/]+\.hpp\b")
     assert headers and not [name for name in headers if not any((ROOT / "core" / "native").glob(f"**/include/{name}"))]
-    files = names_in_sources(r"\bnative/[a-z_/]+\.[ch]pp\b")
+    files = names_in_sources(r"\bcore/native/[a-z_/]+\.[ch]pp\b")
     assert files and not sorted(name for name in files if not (ROOT / name).exists())
 
 
 def test_paths_that_the_architecture_names_exist() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     paths = re.findall(r"`([\w-]+(?:/[\w.-]+)+)`", text)
-    bases = (ROOT, ROOT / "core/src/netfold", ROOT / "core" / "native")
+    bases = (ROOT, ROOT / "core", ROOT / "core/src/netfold", ROOT / "core" / "native")
     assert paths and not [path for path in paths if not any((base / path).exists() for base in bases)]
 
 
@@ -127,7 +127,11 @@ def test_every_public_name_is_on_the_page_of_the_interface() -> None:
 
 
 def test_error_texts_that_pages_quote_are_in_the_source() -> None:
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "core" / "native").rglob("*.cpp"), *(ROOT / "core" / "native").rglob("*.hpp")]
+    sources = [
+        *(file for folder in SOURCES for file in folder.rglob("*.py")),
+        *(ROOT / "core" / "native").rglob("*.cpp"),
+        *(ROOT / "core" / "native").rglob("*.hpp"),
+    ]
     # Join string literals that go on in the next line.
     code = re.sub(r'"\s+f?"', "", "\n".join(source.read_text() for source in sources))
     table = (ROOT / "docs" / "how-to" / "troubleshoot.md").read_text().split("## By error text")[1]

@@ -12,11 +12,13 @@ from pathlib import Path
 import load
 import pytest
 from absent import without
+from packaging.requirements import Requirement
 
 from netfold.cli import main
-from netfold.extras import EXTRAS, MissingExtraError, command, missing_extra, need
+from netfold.extras import EXTRAS, VERBS, MissingExtraError, command, missing_extra, need
 
 ROOT = Path(__file__).parent.parent
+NAMES = ("netfold", "netfold-plan", "netfold-train", "netfold-lab")
 DISTRIBUTIONS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
@@ -31,7 +33,7 @@ NOT_HERE = "not installed here: pip install 'netfold[{}]'".format
     ("gone", "arguments", "sentence"),
     [
         ("torch", "train train/src/netfold_train/recipes/edsr.toml", "netfold train needs torch, " + NOT_HERE("train")),
-        ("torch,skimage", "demo", "netfold demo needs torch and skimage, " + NOT_HERE("demo")),
+        ("torch,skimage", "demo", "netfold demo needs torch and skimage, " + NOT_HERE("lab")),
         ("torch", "bench all-reduce --backend netfold", "a backend of torch needs torch, " + NOT_HERE("torch")),
         ("torch", "bench model vgg16 --backend gloo", "a backend of torch needs torch, " + NOT_HERE("torch")),
         ("torch", "bench accuracy --quick", "netfold bench accuracy needs torch, " + NOT_HERE("torch")),
@@ -72,11 +74,26 @@ def test_without_torch_a_switch_and_a_communicator_are_there(tmp_path: Path) -> 
 
 
 def test_every_package_is_brought_by_the_extra_that_is_named() -> None:
-    requirements = importlib.metadata.requires("netfold") or []
+    """An extra of netfold brings another package of the repository, with that one's requirements."""
+    requirements = {name: importlib.metadata.requires(name) or [] for name in NAMES}
+
+    def brought(name: str, extra: str) -> list[Requirement]:
+        found = []
+        for text in requirements[name]:
+            needed = Requirement(text)
+            wanted = "extra ==" in text and needed.marker.evaluate({"extra": extra}) if needed.marker else True
+            if wanted or ("extra ==" not in text):
+                found.append(needed)
+                if needed.name in requirements and needed.name != name:
+                    for other in [*needed.extras, ""]:
+                        found += brought(needed.name, other)
+        return found
+
     for module, extra in EXTRAS.items():
-        distribution = DISTRIBUTIONS.get(module, module)
-        pattern = re.compile(rf"{distribution}\b.*extra == ['\"]{extra}['\"]")
-        assert any(pattern.match(each) for each in requirements), (module, extra)
+        names = {needed.name for needed in brought("netfold", extra)}
+        assert DISTRIBUTIONS.get(module, module) in names, (module, extra, names)
+    for verb, extra in VERBS.items():
+        assert f"netfold-{extra}" in {needed.name for needed in brought("netfold", extra)}, verb
 
 
 def test_other_import_errors_are_not_about_extras() -> None:
@@ -87,3 +104,26 @@ def test_other_import_errors_are_not_about_extras() -> None:
     need("this test", ["sys"], "train")
     with pytest.raises(MissingExtraError, match=r"this test needs no_1, no_2 and no_3, not installed here: pip"):
         need("this test", ["no_1", "no_2", "no_3"], "train")
+
+
+ABSENT_PACKAGES = """
+import importlib.metadata, sys
+found = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **wanted: [] if wanted["group"].startswith("netfold.") else found(**wanted)
+from netfold.cli import main
+sys.argv = ["netfold", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_whose_package_is_absent_says_what_to_install(verb: str) -> None:
+    answer = load.run([sys.executable, "-c", ABSENT_PACKAGES, verb, "--option", "word"], 60)
+    extra = VERBS[verb]
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == (
+        f"netfold: netfold {verb} needs the package netfold-{extra}, not installed here: "
+        f"pip install 'netfold[{extra}]'\n"
+    )
+    told = load.run([sys.executable, "-c", ABSENT_PACKAGES, "--help"], 60).stdout
+    assert re.search(rf"^  {verb} +Not installed: pip install 'netfold\[{extra}\]'", told, re.M)

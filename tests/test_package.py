@@ -10,6 +10,7 @@ from pathlib import Path
 
 import load
 import pytest
+from sources import PACKAGES, ROOT, SOURCES
 
 import netfold
 
@@ -18,17 +19,22 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECTS = {package: tomllib.loads((ROOT / package / "pyproject.toml").read_text()) for package in PACKAGES}
+VERSION = PROJECTS["core"]["project"]["version"]
 
 
-def test_the_version_is_written_in_pyproject_alone() -> None:
-    version = PROJECT["project"]["version"]
-    assert netfold.__version__ == version, "the installed package is of another version: make build"
+def test_all_packages_have_one_version_and_need_each_other_at_it() -> None:
+    assert {project["project"]["version"] for project in PROJECTS.values()} == {VERSION}
+    assert netfold.__version__ == VERSION, "the installed package is of another version: make build"
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None and newest[1] == version, "CHANGELOG.md opens with another version"
-    written = re.compile(rf"""__version__ *= *["']|["']{re.escape(version)}["']""")
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "core" / "native").rglob("*.[ch]pp"), ROOT / "CMakeLists.txt"]
+    assert newest is not None and newest[1] == VERSION, "CHANGELOG.md opens with another version"
+    for project in PROJECTS.values():
+        extras = project["project"].get("optional-dependencies", {}).values()
+        for needed in [*project["project"]["dependencies"], *(each for extra in extras for each in extra)]:
+            assert not needed.startswith("netfold") or needed.endswith(f"=={VERSION}"), needed
+    written = re.compile(rf"""__version__ *= *["']|["']{re.escape(VERSION)}["']""")
+    sources = [file for folder in SOURCES for file in folder.rglob("*.py")]
+    sources += [*(ROOT / "core" / "native").rglob("*.[ch]pp"), ROOT / "core" / "CMakeLists.txt"]
     assert [str(file) for file in sources if written.search(file.read_text())] == []
 
 
@@ -38,16 +44,11 @@ def test_the_command_prints_the_version() -> None:
     assert (answer.returncode, answer.stdout) == (0, f"netfold {netfold.__version__}\n"), answer.stderr
 
 
-def test_a_wheel_holds_the_recipes_and_every_file_that_pages_and_plans_read() -> None:
-    packages = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
-    python = {"netfold": "core/src/netfold", "netfold_lab.demo": "examples/netfold_lab.demo"}
-    assert packages == {**python, "netfold/train/recipes": "train/src/netfold_train/recipes"}
-    (editable,) = PROJECT["tool"]["scikit-build"]["overrides"]
-    assert editable["wheel"]["packages"] == python
-    assert "exclude" not in PROJECT["tool"]["scikit-build"]["wheel"]
-    # Files that git ignores are left out of a wheel: none that the code reads may be among them.
-    read = [file for kind in ("css", "js", "toml", "csv") for file in (ROOT / "src").rglob(f"*.{kind}")]
-    read += (ROOT / "train/src/netfold_train/recipes").glob("*.toml")
+def test_no_file_that_code_reads_is_left_out_of_a_wheel() -> None:
+    """A wheel has the files of its package that git does not ignore."""
+    for project in PROJECTS.values():
+        assert "exclude" not in project["tool"]["scikit-build"]["wheel"]
+    read = [file for folder in SOURCES for kind in ("css", "js", "toml", "csv") for file in folder.rglob(f"*.{kind}")]
     assert read
     if not (ROOT / ".git").exists():
         pytest.skip("this is no git checkout")
@@ -61,7 +62,9 @@ def test_a_recipe_that_comes_with_netfold_is_found_by_its_name(tmp_path: Path, m
     from netfold_train.recipe import load
 
     monkeypatch.chdir(tmp_path)
-    assert load.shipped_names() == sorted(file.stem for file in (ROOT / "train/src/netfold_train/recipes").glob("*.toml"))
+    assert load.shipped_names() == sorted(
+        file.stem for file in (ROOT / "train/src/netfold_train/recipes").glob("*.toml")
+    )
     assert load.find_shipped(Path("gpt")).samefile(ROOT / "train/src/netfold_train/recipes" / "gpt.toml")
     # A file of that name has precedence; a name with a folder or a suffix is a path.
     (tmp_path / "gpt").touch()

@@ -5,11 +5,11 @@
         [--keep]
 
 One wheel, built once by the Python of .venv, serves every version. For each version: make .venv-torch-VERSION, install
-torch and the wheel, run the parts, write the version's row to lab/bench/results/torch_versions.md, remove the environment.
-Logs of the parts stay in .torch-logs/VERSION/.
+torch and the wheel, run the parts, write the version's row to lab/bench/results/torch_versions.md, remove the
+environment. Logs of the parts stay in .torch-logs/VERSION/.
 
 Parts:
-- tests        pytest over tests/torch;
+- tests        pytest over core/tests/torch;
 - products     the demo, a benchmark, a profiled run, a recipe, an explanation: each ends with status 0;
 - conformance  PyTorch's own suite on 2 and 3 ranks over gloo and netfold: everything that gloo passes must pass;
                with --torch-tests (test/distributed of PyTorch's repository at that version, which the wheel lacks) also
@@ -54,13 +54,13 @@ HEAD = """\
 # Versions of torch
 
 `make test-torch TORCH=VERSION` makes an environment with that torch and netfold's wheel, the same wheel for all, and
-runs in it: `core/tests/torch`; the products (demo, benchmark, profiled run, recipe, explanation); PyTorch's own suite on
-2 and 3 ranks, over gloo and over netfold; and `core/tests/torch/probe.py`, which tries what torch.distributed offers. Lost:
-what gloo passes and netfold does not, without an explanation (`EXPLAINED` in `core/tests/conformance/__main__.py`,
-`core/tests/torch/probe_explained.py`). Reconfigure: passed, failed and skipped of PyTorch's own tests of it, which the wheel
-lacks (`TORCH_TESTS=FOLDER`). A part that was not run is "-".
+runs in it: `core/tests/torch`; the products (demo, benchmark, profiled run, recipe, explanation); PyTorch's own suite
+on 2 and 3 ranks, over gloo and over netfold; and `core/tests/torch/probe.py`, which tries what torch.distributed
+offers. Lost: what gloo passes and netfold does not, without an explanation (`EXPLAINED` in
+`core/tests/conformance/__main__.py`, `core/tests/torch/probe_explained.py`). Reconfigure: passed, failed and skipped of
+PyTorch's own tests of it, which the wheel lacks (`TORCH_TESTS=FOLDER`). A part that was not run is "-".
 
-| torch | tests/torch: passed, failed, skipped | products | suite: gloo, netfold, lost \
+| torch | core/tests/torch: passed, failed, skipped | products | suite: gloo, netfold, lost \
 | probe: gloo, netfold, lost, absent | minutes | machine | commit |
 |---|---|---|---|---|---:|---|---|
 """
@@ -114,12 +114,22 @@ def run(command: list[str], log: Path, *, timeout_s: float, env: dict[str, str] 
 
 
 def build_wheel(log: Path) -> Path:
-    """netfold's wheel, for every torch."""
+    """netfold's wheel, for every torch; those of the other packages lie beside it."""
     folder = ROOT / "build" / "test-torch"
     shutil.rmtree(folder, ignore_errors=True)
     # The builder's own cmake and ninja, as in `make build`.
     env = {**os.environ, "PATH": f"{BUILDER.parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [str(BUILDER), "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(folder), str(ROOT)]
+    command = [
+        str(BUILDER),
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        str(folder),
+        *(str(ROOT / package) for package in ("core", "plan", "train", "lab")),
+    ]
     status = run(command, log, timeout_s=INSTALL_TIMEOUT_S, env=env)
     wheels = list(folder.glob("netfold-*.whl"))
     if status or not wheels:
@@ -154,11 +164,11 @@ class Environment:
             "-c",
             str(constraints),
         ]
-        extras = f"{wheel}[torch,train,demo,dev]"
+        extras = [f"{wheel}[torch,train,lab]", "--find-links", str(wheel.parent), "--group", "dev"]
         commands = (
             [str(BUILDER), "-m", "venv", str(self.folder)],
             [*pip, f"torch=={self.version}", "numpy"],
-            [*pip, extras],
+            [*pip, *extras],
         )
         return all(run(command, log, timeout_s=INSTALL_TIMEOUT_S) == 0 for command in commands)
 
@@ -262,7 +272,16 @@ def fault_tolerance(environment: Environment, row: Row, torch_tests: Path) -> No
 
 def probe(environment: Environment, row: Row) -> None:
     report = environment.logs / "probe.json"
-    command = ["core/tests/torch/probe.py", "netfold", "--against", "gloo", "--deadline-factor", "4", "--json", str(report)]
+    command = [
+        "core/tests/torch/probe.py",
+        "netfold",
+        "--against",
+        "gloo",
+        "--deadline-factor",
+        "4",
+        "--json",
+        str(report),
+    ]
     status = environment.run("probe", command)
     if not report.exists():
         row.cells["probe"], row.good = f"ended with status {status}", False

@@ -3,8 +3,8 @@
     pip install --target build/sklearn scikit-learn        # netfold does not need it otherwise
     PYTHONPATH=build/sklearn .venv/bin/python lab/bench/baselines.py [RECIPE ...]      # about ten minutes for all
 
-Data sets that several recipes share are computed once. The values go to lab/bench/results/baselines.json, from which this
-page and lab/bench/recipes.py's are made.
+Data sets that several recipes share are computed once. The values go to lab/bench/results/baselines.json, from which
+this page and lab/bench/recipes.py's are made.
 """
 
 from __future__ import annotations

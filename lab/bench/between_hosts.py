@@ -15,13 +15,13 @@ import driver
 from driver import Place, Rank
 
 from netfold import units
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import predict
 from netfold_lab.bench.backends.communicator_backend import CommunicatorBackend
 from netfold_lab.bench.collectives import COLLECTIVES
 from netfold_lab.bench.spread import spread
 from netfold_lab.bench.trial import Call
 from netfold_lab.rack.link import parse_link
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
-from netfold.tuning.cost import predict
 
 # A packet's 1448 bytes of tensor travel as 1514 in a rack, whose links count Ethernet's own header and no gap.
 PAYLOAD_RATIO = 1448 / 1514

@@ -25,9 +25,9 @@ from driver import CheckedSum, Network, Place, Rank, open_network, start_ranks
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
-from netfold_lab.bench.spread import paired_ratios, spread
 from netfold.communicator.membership import Membership
 from netfold.switch_protocol.control_client import SwitchAccess
+from netfold_lab.bench.spread import paired_ratios, spread
 
 COUNT = 1 << 20  # f32: 4 MB
 CALLS, WARMUPS = 8, 3

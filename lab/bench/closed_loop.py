@@ -1,6 +1,6 @@
 """The planner's closed loop: predict the recipes' steps in an emulated rack, then run them there; as root:
 
-    .venv/bin/python lab/bench/closed_loop.py [RECIPE ...]      # about seventeen minutes, and nothing else on the machine
+    .venv/bin/python lab/bench/closed_loop.py [RECIPE ...]    # about seventeen minutes, and nothing else on the machine
 
 Without names: all but edsr-large, whose 163 MB of gradients take ten minutes more.
 
@@ -28,16 +28,16 @@ from driver import Place, Rank, cpu_seconds, open_network, start_ranks, take_tur
 from one_host import keep_busy, profiler  # noqa: F401 - driver starts ranks by the names in this script
 from one_host import measure as measure_alone
 
+from netfold.tuning.fit import fit_link
 from netfold_lab.bench.spread import Spread, spread
+from netfold_lab.rack.link import BURST_BYTES
 from netfold_plan.cluster import Cluster
 from netfold_plan.cluster.load import cluster_of
 from netfold_plan.events import Conditions, simulate
 from netfold_plan.job import Job, Split
 from netfold_plan.model import TimedStep, timed_step_of
 from netfold_plan.step import FITTED
-from netfold_lab.rack.link import BURST_BYTES
 from netfold_train.runs.machine import spoken
-from netfold.tuning.fit import fit_link
 
 RECIPES = Path(__file__).parents[2] / "train/src/netfold_train/recipes"
 KEPT = driver.RESULTS / "closed_loop.json"

@@ -3,8 +3,8 @@
 A script has a function that ranks run and a function that measures. The measuring function opens a `Network` at a
 `Place`, starts ranks there, and sends orders with `Ranks.ask`. It returns the body of a page. The last line of a script
 is `driver.run(measure)`: the options of the command are the parameters of `measure`, the page is
-lab/bench/results/MEASURE.md, and its title is the first line of the docstring of `measure`. The page names the command, the
-machine, the commit, the load, and how many times ranks were started.
+lab/bench/results/MEASURE.md, and its title is the first line of the docstring of `measure`. The page names the command,
+the machine, the commit, the load, and how many times ranks were started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A fabric (libfabric) against TCP and UDP, and what registered memory brings, between two processes of one machine:
 
-    .venv/bin/python lab/bench/fabric.py fabric              # a stream against plain libfabric, a ring against one over TCP
-    .venv/bin/python lab/bench/fabric.py fabric-switch       # in-network all_reduce over a fabric against UDP
-    .venv/bin/python lab/bench/fabric.py registrations       # RMA and the registration cache, for the gradients of EDSR
+    .venv/bin/python lab/bench/fabric.py fabric            # streams against plain libfabric, rings against TCP's
+    .venv/bin/python lab/bench/fabric.py fabric-switch     # in-network all_reduce over a fabric against UDP
+    .venv/bin/python lab/bench/fabric.py registrations     # RMA and the registration cache, for the gradients of EDSR
 
 Sides take turns in every round. A ratio is the median of the rounds' ratios, with 5% .. 95%.
 """

@@ -26,8 +26,8 @@ import driver
 import psutil
 from driver import CheckedSum, Place, Rank, open_network, start_ranks
 
-from netfold_lab.rack.aggregator import start_aggregator
 from netfold.switch_protocol import control_messages
+from netfold_lab.rack.aggregator import start_aggregator
 
 SIZE_BYTES = 4 << 20
 CALLS, WARMUPS = 8, 3

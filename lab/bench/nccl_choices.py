@@ -20,11 +20,11 @@ import driver
 import numpy as np
 from driver import Place, cell
 
-from netfold_lab.bench.network import Network, open_network
-from netfold_lab.bench.spread import paired_ratios
 from netfold.cli.nccl_env import TUNER, plugin
 from netfold.tuning.measured_link import measured_link
 from netfold.tuning.nccl import PROTOCOLS, table_text
+from netfold_lab.bench.network import Network, open_network
+from netfold_lab.bench.spread import paired_ratios
 
 HERE = Path(__file__).parent
 SIZES = tuple(1 << power for power in range(10, 27, 2))

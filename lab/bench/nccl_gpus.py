@@ -30,12 +30,12 @@ import driver
 import numpy as np
 from driver import Place, Rank, cell
 
-from netfold_lab.bench.ranks import Ranks
-from netfold_lab.bench.spread import paired_ratios
 from netfold.cli.nccl_env import TUNER, plugin
 from netfold.profile.run import read_run
 from netfold.tuning.nccl import table_text
 from netfold.tuning.topology import Link
+from netfold_lab.bench.ranks import Ranks
+from netfold_lab.bench.spread import paired_ratios
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 STEPS = 20

@@ -19,9 +19,9 @@ import driver
 import numpy as np
 from driver import Place, cell
 
+from netfold.cli.nccl_env import plugin
 from netfold_lab.bench.network import open_network
 from netfold_lab.bench.spread import paired_ratios
-from netfold.cli.nccl_env import plugin
 
 HERE = Path(__file__).parent
 # Mode, bytes, calls a round.

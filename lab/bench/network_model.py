@@ -1,9 +1,9 @@
 """Networks of many hosts, and an all_reduce between hosts step by step on them, for lab/bench/simulate_scale.py.
 
 A network gives the latency between two hosts, and how many messages of one step share the most crowded link of each.
-Routes are minimal. The steps are those of core/native/collective: a host's transfer of a step waits for the host's last one
-and for its partner's, so hosts drift apart as they do in a job. The formulas of netfold.tuning.cost know neither routes
-nor drift. The reduction of a step follows its transfer.
+Routes are minimal. The steps are those of core/native/collective: a host's transfer of a step waits for the host's last
+one and for its partner's, so hosts drift apart as they do in a job. The formulas of netfold.tuning.cost know neither
+routes nor drift. The reduction of a step follows its transfer.
 """
 
 from __future__ import annotations

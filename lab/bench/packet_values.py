@@ -95,7 +95,7 @@ def page(found: Found, launches: int, rounds: int, hosts: int, wrong: int) -> st
         f" | full MTU over it, {rate}" for rate in SIZES
     )
     sizes = ", ".join(f"{size >> 20} MB at {rate}" for rate, size in SIZES.items())
-    return f"""![The values' part of a link, by the values in a packet](../../docs/packet-values.svg)
+    return f"""![The values' part of a link, by the values in a packet](../../../docs/packet-values.svg)
 
 all_reduce of f32 through the software switch between {hosts} hosts, links of MTU 1500 ({sizes}); {launches} launches of
 rack, switch and ranks with {rounds} rounds each, in which all lengths take turns. Medians (5% .. 95%) over all rounds;

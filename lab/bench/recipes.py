@@ -1,4 +1,4 @@
-"""The result of each recipe of train/src/netfold_train/recipes from several seeds, as `netfold train` runs it on this machine:
+"""The result of each recipe of netfold-train from several seeds, as `netfold train` runs it on this machine:
 
     .venv/bin/python lab/bench/recipes.py [RECIPE ...]      # about two minutes a recipe and seed
 
@@ -23,8 +23,8 @@ import baselines
 import driver
 import typer
 
-from netfold_train.runs.machine import spoken
 from netfold_train.recipe.load import load
+from netfold_train.runs.machine import spoken
 
 RECIPES = baselines.RECIPES
 KEPT = driver.RESULTS / "recipes.json"

@@ -38,9 +38,9 @@ import numpy as np
 from driver import Network, Place, Rank, open_network, start_ranks
 
 from netfold import Communicator
+from netfold.bootstrap.tcp_store import TcpStore
 from netfold_lab.bench.ranks import BenchError
 from netfold_lab.bench.spread import interleave, paired_ratios
-from netfold.bootstrap.tcp_store import TcpStore
 from netfold_lab.rack import RackError
 from netfold_train.runs.machine import spoken
 

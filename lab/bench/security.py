@@ -20,8 +20,8 @@ from typing import Any
 import driver
 from driver import CheckedSum, Network, Place, Rank, cell, cpu_seconds, open_network, start_ranks, take_turns
 
-from netfold_lab.bench.spread import paired_ratios, spread
 from netfold.options import SECURITIES
+from netfold_lab.bench.spread import paired_ratios, spread
 from netfold_lab.rack.aggregator import Aggregator, start_aggregator
 from netfold_lab.rack.names import SWITCH_ADDRESS, SWITCH_PORT
 

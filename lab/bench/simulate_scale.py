@@ -33,11 +33,11 @@ from start_simulation import Costs, Rendezvous, Result, StartUp, even_hosts, mee
 from netfold.bootstrap.store import MAX_KEYS
 from netfold.bootstrap.tcp_store import MAX_BYTES, MAX_CONNECTIONS
 from netfold.bootstrap.tree import MAX_FRAME_BYTES
-from netfold_plan.packets import Fabric, all_reduce
 from netfold.switch_protocol.job_tree import MAX_JOB_WORKERS
 from netfold.switch_protocol.open_files import files_needed
 from netfold.tuning import DEFAULT_LINKS, Link, Links, Topology
 from netfold.tuning.cost import FORMULAS, Case, best_between, given_back_bytes_per_s
+from netfold_plan.packets import Fabric, all_reduce
 
 # Ranks, and ranks a host: 1,024 as in scale.md, 60,000 as in the talk.
 PER_HOST = {1024: 64, 10_000: 40, 60_000: 40}
@@ -405,9 +405,8 @@ at once: page faults after fork, threads that wait for a core."""
         return f"""## Start-up
 
 Seconds that each phase adds, until the last rank has ended it; the phases are those of [How a group comes
-together](../../docs/explanation/start-up.md). *store*: all are connected to rank 0's store, with the {BEGIN_S:g} s in
-which they begin. *places*: each knows its
-place in the tree. *connected*: to its neighbours. The goal is 30 s.
+together](../../../docs/explanation/start-up.md). *store*: all are connected to rank 0's store, with the {BEGIN_S:g} s
+in which they begin. *places*: each knows its place in the tree. *connected*: to its neighbours. The goal is 30 s.
 
 {driver.table(head, self.starts)}
 

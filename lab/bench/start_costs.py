@@ -380,7 +380,7 @@ def costs(
 
 
 def real_starts(found: str, size: int) -> list[tuple[float, float]]:
-    """By launch of lab/bench/scale.py --data: seconds until the last rank had its group, and CPU s of the median rank."""
+    """By launch of bench/scale.py --data: seconds until the last rank had its group, and CPU s of the median rank."""
     launches = json.loads(found)[str(size)]["sides"]["netfold"]
     return [(launch["start_s"], launch["start_cpu_s"][0]) for launch in launches if "start_s" in launch]
 

@@ -25,8 +25,8 @@ from netfold.bootstrap import rendezvous
 from netfold.bootstrap.listener import RegisteredGroup
 from netfold.bootstrap.store import MAX_KEYS, PrefixStore
 from netfold.bootstrap.tree import Place, Receive, Send, broadcast_steps, end_steps, gather_steps
-from netfold_plan.sim.clock import Clock
 from netfold.switch_protocol import control_messages
+from netfold_plan.sim.clock import Clock
 
 # Below a message: headers of Ethernet, IPv4, TCP with time stamps.
 _FRAME_BYTES, _SEGMENT_BYTES = 90, 1448

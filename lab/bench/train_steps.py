@@ -1,6 +1,6 @@
 """The time of a step of each recipe over netfold and over gloo: here, and between the hosts of an emulated rack.
 
-    .venv/bin/python lab/bench/train_steps.py train-steps [RECIPE ...]            # all: fifty minutes; the rack needs root
+    .venv/bin/python lab/bench/train_steps.py train-steps [RECIPE ...]        # all: fifty minutes; the rack needs root
     .venv/bin/python lab/bench/train_steps.py train-steps-by-link [NAME ...]      # by the switch's link: 25 minutes
 
 On this machine two ranks really compute, on a core each. In the rack a layer's computing is a timer of what it took on
@@ -29,8 +29,8 @@ from driver import Place, Rank, cell, take_turns
 
 from netfold_lab.bench.program import backward_flops
 from netfold_lab.bench.spread import paired_ratios, spread
-from netfold_plan.model.catalogue import find_model
 from netfold_lab.rack.link import parse_link
+from netfold_plan.model.catalogue import find_model
 from netfold_train.runs.machine import spoken
 
 RECIPES = Path(__file__).parents[2] / "train/src/netfold_train/recipes"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from model_check import Scope, replay, search, search_validation
-from model_check.__main__ import main
 from netfold.extras import MissingExtraError
+from netfold_lab.model_check import Scope, replay, search, search_validation
+from netfold_lab.model_check.__main__ import main
 from netfold_lab.rack.command import why_unavailable
 from netfold_lab.rack.delay_links import DelayLinks
 from netfold_lab.rack.topology import End
@@ -27,8 +27,10 @@ def no_development_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("state", "built"), [("editable", "ON"), ("wheel", "OFF")])
 def test_only_an_editable_build_has_the_development_module(state: str, built: str) -> None:
-    settings = pytest.importorskip("scikit_build_core.settings.skbuild_read_settings", reason="netfold[dev] has it")
-    reader = settings.SettingsReader.from_file(ROOT / "pyproject.toml", state=state)
+    settings = pytest.importorskip(
+        "scikit_build_core.settings.skbuild_read_settings", reason="the group dev of pyproject.toml has it"
+    )
+    reader = settings.SettingsReader.from_file(ROOT / "core" / "pyproject.toml", state=state)
     assert reader.settings.cmake.define["NETFOLD_DEV"] == built
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sources import PACKAGES, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
 LOCK = (ROOT / "requirements-dev.txt").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-MAKEFILE = (ROOT / "Makefile").read_text()
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def pins() -> list[Requirement]:
@@ -26,11 +24,13 @@ def pins() -> list[Requirement]:
 
 
 def wanted() -> list[Requirement]:
-    (extras,) = re.findall(r"\$\(addprefix --extra ,([a-z ]+)\)", MAKEFILE)
-    project = PROJECT["project"]
-    texts = [*project["dependencies"], *PROJECT["build-system"]["requires"]]
-    texts += [text for extra in extras.split() for text in project["optional-dependencies"][extra]]
-    return [Requirement(text) for text in texts]
+    texts = list(TOOLS["dependency-groups"]["dev"])
+    for package in PACKAGES:
+        read = tomllib.loads((ROOT / package / "pyproject.toml").read_text())
+        extras = read["project"].get("optional-dependencies", {}).values()
+        texts += [*read["project"]["dependencies"], *read["build-system"]["requires"]]
+        texts += [text for extra in extras for text in extra]
+    return [needed for text in texts if not (needed := Requirement(text)).name.startswith("netfold")]
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
@@ -62,5 +62,5 @@ def test_torch_and_its_cuda_libraries_stay_out_of_the_lock() -> None:
     names = {canonicalize_name(pin.name) for pin in pins()}
     assert not {name for name in names if name == "torch" or name.startswith(("nvidia-", "cuda-"))}
     (pinned,) = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
-    (described,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    (described,) = TOOLS["tool"]["uv"]["dependency-metadata"]
     assert (described["name"], described["version"]) == ("torch", pinned), "[tool.uv] describes another torch"

@@ -15,7 +15,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
+from sources import PACKAGES, ROOT
+
 PAGES = ["SECURITY.md", "CONTRIBUTING.md", "docs/reference/versions.md", "README.md"]
 
 
@@ -41,8 +42,11 @@ def test_make_targets_in_contributing_exist() -> None:
 
 
 def test_the_package_carries_its_license_and_the_notice() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["license-files"] == ["LICENSE", "NOTICE"]
+    for package in PACKAGES:
+        project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+        assert project["license-files"] == ["LICENSE", "NOTICE"]
+        for name in project["license-files"]:
+            assert (ROOT / package / name).read_text() == (ROOT / name).read_text()
 
 
 def words(text: str) -> str:
@@ -53,7 +57,7 @@ def test_the_notice_has_the_licenses_of_what_is_compiled_in() -> None:
     notice = words((ROOT / "NOTICE").read_text())
     nanobind = importlib.util.find_spec("nanobind")
     if nanobind is None or nanobind.origin is None:
-        pytest.skip("nanobind, whose licenses are compared, is not here: it is in netfold[dev]")
+        pytest.skip("nanobind, whose licenses are compared, is not here: the group dev of pyproject.toml has it")
     files = importlib.metadata.files("nanobind") or []
     (license_text,) = [file.read_text() for file in files if file.name == "LICENSE"]
     assert words(license_text) in notice, "nanobind's license has changed"

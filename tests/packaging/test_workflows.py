@@ -18,7 +18,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 def tool(name: str) -> str:
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not here: pip install {name} (it is in netfold[dev])")
+        pytest.skip(f"{name} is not here: pip install {name} (the group dev of pyproject.toml has it)")
     return found
 
 

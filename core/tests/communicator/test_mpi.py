@@ -14,6 +14,7 @@ import psutil
 import pytest
 from fabrics import need_mpi
 from load import seconds
+from sources import HELPERS
 
 from netfold_lab.bench.mpi_peers import have_peer, launch_mpi
 
@@ -35,7 +36,7 @@ def start(mpi: str, ranks: int, *arguments: str, script: Path = SCRIPT) -> subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=kept | launch.environment | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{SCRIPT.parent.parent}"},
+        env=kept | launch.environment | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{HELPERS}"},
         start_new_session=True,
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from load import Deadline
 from ranks import running_switch
+from sources import HELPERS
 
 SHIM = Path(__file__).with_name("poll_times.cpp")
 # Of the tensor or block that the operation moves.
@@ -153,7 +154,7 @@ def longest_polls(
 ) -> list[str]:
     """The cases with a poll that takes longer than half of one copy of the tensor."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")} | more
-    env |= {"LD_PRELOAD": str(shim), "PYTHONPATH": str(SHIM.parents[1])}
+    env |= {"LD_PRELOAD": str(shim), "PYTHONPATH": HELPERS}
     # Malloc keeps the memory of a call's scratch: otherwise the kernel takes it back in one piece as the call ends.
     env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
     words = [folder, shim, json.dumps(hosts), BYTES, json.dumps(cases)]

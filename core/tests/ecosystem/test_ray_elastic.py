@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from environment import MARK, processes_of, settings, version_of, why_missing
+from sources import HELPERS
 
 pytestmark = pytest.mark.ecosystem
 
@@ -28,9 +29,8 @@ def test_a_new_actor_takes_the_place_of_a_killed_one(how: str, tmp_path: Path, r
     if version is None:
         # tools/ecosystem has noted why Ray could not be installed.
         pytest.skip(reason=why_missing("ray"))
-    folders = [HERE.parent / "elastic", HERE.parent]
     with settings() as env:
-        env["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+        env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "elastic"), HELPERS])
         process = subprocess.Popen(
             [sys.executable, str(HERE / "ray_elastic.py"), str(tmp_path), how],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -4,7 +4,8 @@
     .venv/bin/python core/tests/fuzz/python_targets.py --seeds                write the seeds of every corpus anew
 
 A target takes the bytes and returns, or raises what it may not. Atheris (PyPI) guides itself by the lines that an input
-reaches. core/tests/fuzz/test_python_fuzz.py runs all kept inputs, and changes them by hypothesis where atheris is absent.
+reaches. core/tests/fuzz/test_python_fuzz.py runs all kept inputs, and changes them by hypothesis where atheris is
+absent.
 """
 
 from __future__ import annotations
@@ -255,8 +256,8 @@ def framed(*messages: dict[str, Any]) -> bytes:
 
 def seeds() -> dict[str, list[bytes]]:
     """The seeds of a corpus: whole inputs of each kind, since mutation alone finds no format."""
-    from netfold_plan.cluster import load as clusters
     from netfold.switch_protocol import control_messages
+    from netfold_plan.cluster import load as clusters
     from netfold_train.recipe import load
 
     version = {"version": control_messages.VERSION}

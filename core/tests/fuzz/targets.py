@@ -1,6 +1,6 @@
 """The parsers under a fuzzer and sanitizers: how targets are compiled and run.
 
-    .venv/bin/python core/tests/fuzz/targets.py SECONDS [NAME...]     fuzz each target, and keep new inputs in the corpus
+    .venv/bin/python core/tests/fuzz/targets.py SECONDS [NAME...]    fuzz each target, and keep new inputs in the corpus
 
 libFuzzer comes with clang (Debian: clang and libclang-rt-dev). Without it the corpus still runs, compiled by c++ under
 the same sanitizers, and no new inputs are searched.
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NATIVE = HERE.parents[1] / "core" / "native"
+NATIVE = HERE.parents[1] / "native"
 MEMORY_MB = 2048  # a target that uses more memory breaks an invariant
 NAMES = ("packet", "switch_job", "leaf", "worker", "msgpack")
 # The whole parser with its checks. Kernels have tests of their own, and are linked as they were built.
@@ -58,9 +58,9 @@ def parsers(folder: Path, compiler: str | None) -> list[Path]:
 
 def make(name: str, folder: Path, compiler: str | None, parsers: list[Path]) -> Path:
     """Compile a target, and link it with `parsers`: with a fuzzer by `compiler`, or without one by c++."""
-    kernels = sorted(NATIVE.parent.glob("build/*/core/native/libnetfold_kernels.a"), key=lambda path: path.stat().st_mtime)
+    kernels = sorted(NATIVE.parent.glob("build/*/native/libnetfold_kernels.a"), key=lambda path: path.stat().st_mtime)
     if not kernels:
-        raise FileNotFoundError("build/*/native has no libnetfold_kernels.a; `make build` makes it")
+        raise FileNotFoundError("core/build/*/native has no libnetfold_kernels.a; `make build` makes it")
     program = folder / name
     inputs = [HERE / f"{name}.cpp", *parsers, kernels[-1]]
     if compiler is None:

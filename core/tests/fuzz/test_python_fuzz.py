@@ -18,8 +18,8 @@ from python_targets import TARGETS, InvariantError, check, framed, seeds
 from targets import HERE, corpus
 
 from netfold.bootstrap.tcp_store import TcpStoreServer
-from netfold_plan.cluster.load import cluster_of, load_cluster
 from netfold.profile.run import RunError, read_run
+from netfold_plan.cluster.load import cluster_of, load_cluster
 from netfold_train.recipe.errors import RecipeError
 from netfold_train.recipe.load import load
 

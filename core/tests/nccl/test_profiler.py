@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from load import seconds
 from nccl.profiler_loader import VERSIONS
+from sources import HELPERS
 from typer.testing import CliRunner
 
 from netfold.cli import app
@@ -37,7 +38,7 @@ def log(): return [text for level, text in profiler.log if level == 2]
 def ran(scenario: str, run: Path | None, *, rank: int | None = None, version: int = 6, **more: str) -> str:
     """The output of a process that runs the scenario, recorded into `run`."""
     env = {name: value for name, value in os.environ.items() if name not in ("NETFOLD_PROFILE", "RANK")}
-    env |= {"PYTHONPATH": str(Path(__file__).parent.parent), "VERSION": str(version), **more}
+    env |= {"PYTHONPATH": HELPERS, "VERSION": str(version), **more}
     env |= {} if run is None else {"NETFOLD_PROFILE": str(run)}
     env |= {} if rank is None else {"RANK": str(rank)}
     done = subprocess.run(

@@ -15,6 +15,7 @@ import pytest
 from load import seconds
 from nccl.loader import Plugin, shared_object
 from ranks import run_ranks, values
+from sources import HELPERS
 from typer.testing import CliRunner
 
 from netfold.cli import app
@@ -104,7 +105,7 @@ def ran(tmp_path: Path) -> Any:
     def run(scenario: str, table: str | None) -> str:
         file = tmp_path / "table"
         env = {name: value for name, value in os.environ.items() if name != "NETFOLD_NCCL_TUNER"}
-        env["PYTHONPATH"] = str(Path(__file__).parent.parent)
+        env["PYTHONPATH"] = HELPERS
         if table is not None:
             file.write_text(table)
             env["NETFOLD_NCCL_TUNER"] = str(file)

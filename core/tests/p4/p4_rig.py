@@ -17,9 +17,9 @@ import pytest
 from load import Deadline, seconds
 
 from netfold._native import protocol
+from netfold.switch.bmv2 import Bmv2, Host, PipelineError
 from netfold_lab.rack.command import run, why_unavailable
 from netfold_lab.rack.processes import spawn, stop
-from netfold.switch.bmv2 import Bmv2, Host, PipelineError
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("p4c-bm2-ss", "simple_switch")

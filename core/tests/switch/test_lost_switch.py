@@ -207,7 +207,7 @@ SEEDS = range(int(os.environ.get("LOST_SWITCH_FIRST", "0")), int(os.environ.get(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Repeat one seed: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8 pytest core/tests/switch/test_lost_switch.py -k any_moment."""
+    """Repeat a seed: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8, and `-k any_moment`."""
     stream = Stream.of(seed)
     print(stream)
     with lost_while(stream) as switch:

@@ -47,7 +47,7 @@ def test_each_hop_of_a_tree_with_simple_waits_for_a_piece() -> None:
 
 
 def test_small_tensors_between_slow_hosts_stay_in_a_tree() -> None:
-    """As measured (lab/bench/nccl_choices.py): of 8 hosts at 1 Gbit/s a ring of 16 KB takes over twice a tree's time."""
+    """As measured (lab/bench/nccl_choices.py): of 8 hosts at 1 Gbit/s a ring of 16 KB takes over 2 times a tree's."""
     link = Link(23e-6, 120e6)
     for size in (1024, 4096, 16384):
         tree, ring = (seconds("all_reduce", how, "LL128", size, 8, 8, link) for how in ("tree", "ring"))

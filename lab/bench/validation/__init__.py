@@ -6,5 +6,6 @@
 May import NumPy, `netfold_plan` and `netfold.page`. No source is predicted by constants that saw its rows, unless its
 `fitted` says so.
 
-Run: `python lab/bench/validation --help`. Tests: `.venv/bin/pytest plan/tests/plan/test_validation.py plan/tests/plan/test_claims.py`
+Run: `python lab/bench/validation --help`. Tests: `.venv/bin/pytest plan/tests/plan/test_validation.py
+plan/tests/plan/test_claims.py`
 """

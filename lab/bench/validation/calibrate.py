@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from netfold.profile.columns import Floats
 from netfold_plan.cluster import Cluster
 from netfold_plan.job import Job
 from netfold_plan.model import Model
 from netfold_plan.step import FITTED, Constants, predict
-from netfold.profile.columns import Floats
 from validation.runs import Run
 
 # What is known of each constant before any run, and the deviation of its logarithm. NVIDIA's and others' measurements

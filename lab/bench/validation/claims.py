@@ -11,6 +11,8 @@ from functools import cache
 from math import inf
 from typing import Any
 
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import predict as predict_operation
 from netfold_plan.cluster import Cluster, load_cluster
 from netfold_plan.job import Job, Split
 from netfold_plan.model import Chain, ChainLayer, Product
@@ -20,8 +22,6 @@ from netfold_plan.step import FITTED, Prediction, predict
 from netfold_plan.step.traffic import Group, collective_s
 from netfold_plan.variants.link_gains import LINKS, best_choice, gains, measured_request, name_of, with_host_aggregators
 from netfold_plan.variants.scaling_curve import scaling_curve
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
-from netfold.tuning.cost import predict as predict_operation
 from validation.sources import DATA, SOURCES
 
 # A prediction agrees if it differs by at most this part of the gain or loss that the talk names.

@@ -334,7 +334,8 @@ def sources_markdown(found: Sequence[tuple[Source, list[Case]]]) -> str:
     lines = [
         "# Predictions beside published measurements",
         "",
-        "Made by `python lab/bench/validation`. Errors are parts of the measured value; their mean is of absolute errors,",
+        "Made by `python lab/bench/validation`. Errors are parts of the measured value; their mean is of absolute "
+        "errors,",
         "and the bias keeps signs. Each source is predicted by constants that saw none of its rows, or as the last",
         "column says.",
         "",

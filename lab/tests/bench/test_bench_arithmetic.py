@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from netfold.quantity import format_size, parse_size
 from netfold_lab.bench.backends import parse_backend, unique_labels
 from netfold_lab.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
 from netfold_lab.bench.config import BenchEnvironment, Measured, SizeResult, Trials, calls_a_round
 from netfold_lab.bench.ranks import Ranks
 from netfold_lab.bench.report import describe_run, make_rows, total_wrong
 from netfold_lab.bench.runner import Runner
-from netfold_lab.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
+from netfold_lab.bench.sizes import DTYPES, parse_dtypes, sweep
 from netfold_lab.bench.spread import interleave, paired_ratios, spread
 from netfold_lab.bench.table import render_table
 from netfold_lab.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus

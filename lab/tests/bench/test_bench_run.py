@@ -151,7 +151,7 @@ def test_the_error_for_a_missing_mpi_has_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("netfold.__file__", str(tmp_path / "core/src/netfold/__init__.py"))
+    monkeypatch.setattr("netfold_lab.__file__", str(tmp_path / "lab/src/netfold_lab/__init__.py"))
     with pytest.raises(PeerMissingError, match=r"mpi:mpich .*make bench-peers"):
         launch_mpi("mpich", 2, [])
 

@@ -16,8 +16,8 @@ from netfold_lab.bench.program import build_program
 from netfold_lab.bench.runner import start_runner
 from netfold_lab.bench.step import measure_models, total_wrong
 from netfold_lab.cli.bench import app
-from netfold_plan.model.catalogue import find_model
 from netfold_lab.rack.command import why_unavailable
+from netfold_plan.model.catalogue import find_model
 
 LACK = why_unavailable(loss=False)
 pytestmark = pytest.mark.torch

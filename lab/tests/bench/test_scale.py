@@ -1,4 +1,4 @@
-"""lab/bench/scale.py measures every phase of forked ranks, on one host and over several, and a P that fails is a row."""
+"""bench/scale.py measures every phase of forked ranks, on one host and over several, and a P that fails is a row."""
 
 from __future__ import annotations
 

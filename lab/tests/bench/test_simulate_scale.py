@@ -1,4 +1,4 @@
-"""lab/bench/simulate_scale.py: a simulated start-up does what real ranks do, in their order, and its networks add up."""
+"""bench/simulate_scale.py: a simulated start-up does what real ranks do, in their order, and its networks add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netfold import Communicator, FileStore
 from netfold.bootstrap import shm_discovery
 from netfold.bootstrap.tree import Receive, Send, StartTree
 
-BENCH = Path(__file__).parents[3] / "bench"
+BENCH = Path(__file__).parents[3] / "lab" / "bench"
 COSTS = {
     "server_connection_s": 1e-4,
     "client_connection_s": 1e-4,

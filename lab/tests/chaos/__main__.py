@@ -1,7 +1,7 @@
 """Inject faults into real switches and DDP ranks in a rack of network namespaces; check every sum. Needs root.
 
-    python lab/tests/chaos [--schedules 20] [--seconds 30] [--first 0] [--write]      # make chaos SCHEDULES=20 SECONDS=30
-    python lab/tests/chaos --seed N [--seconds 30]                                    # one again;  make chaos SEED=N
+    python lab/tests/chaos [--schedules 20] [--seconds 30] [--first 0] [--write]   # make chaos SCHEDULES=20 SECONDS=30
+    python lab/tests/chaos --seed N [--seconds 30]                                 # one again;  make chaos SEED=N
 
 Schedule N is made from the seed N: its job, its faults and their times. A failed schedule prints the command that
 repeats it. The exit code is 1 after a failure, and 2 where this machine cannot run any schedule.

@@ -107,8 +107,8 @@ def write(rows: Sequence[Row], commit: str) -> None:
 TOP = """# Faults on the real thing
 
 `make chaos` runs seeded schedules of faults against switch daemons and DDP ranks in a rack of network namespaces, with
-links of 1 Gbit/s and 50 us. Every element of every sum and gradient is compared with what it must be. `lab/tests/chaos` has
-the faults and the verdict. The machine's load average is in the table, since bounds on time grow with the load.
+links of 1 Gbit/s and 50 us. Every element of every sum and gradient is compared with what it must be. `lab/tests/chaos`
+has the faults and the verdict. The machine's load average is in the table, since bounds on time grow with the load.
 
 A schedule passes with no wrong sum, no step beyond its deadline, no lost step, the dead rank named by every other rank,
 and with descriptors and memory flat. `make chaos SEED=N` runs the schedule of a row again, at the commit that is named.

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from netfold_train.zoo.data.super_resolution import Pair
 from netfold_lab.demo.batches import batch, share
 from netfold_lab.demo.settings import Job, Run, Training, permuted_orders, straight
+from netfold_train.zoo.data.super_resolution import Pair
 
 pytestmark = pytest.mark.torch
 

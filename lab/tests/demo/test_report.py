@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from netfold_train.zoo.data.resolution import bicubic, psnr, smaller, to_8_bits
-from netfold_train.zoo.data.super_resolution import Pair
 from netfold_lab.demo import figures, report
 from netfold_lab.demo.agreement import compare
 from netfold_lab.demo.experiment import Experiment, HeldOut, Outcome
 from netfold_lab.demo.settings import SCALE, Run, Training, straight
+from netfold_train.zoo.data.resolution import bicubic, psnr, smaller, to_8_bits
+from netfold_train.zoo.data.super_resolution import Pair
 
 pytestmark = pytest.mark.torch
 

@@ -1,11 +1,10 @@
 """Machines with one check missing, each made from the production source, and the search that must catch it.
 
-A mutant replaces texts that occur exactly once in a source of core/native/protocol, or in the search's machine of a Tofino.
-The changed source is compiled and
-linked with the search; production has no switch to turn a check off. Where a text is not found, the code has changed:
-find the check's new place, and change the mutant.
+A mutant replaces texts that occur exactly once in a source of core/native/protocol, or in the search's machine of a
+Tofino. The changed source is compiled and linked with the search; production has no switch to turn a check off. Where a
+text is not found, the code has changed: find the check's new place, and change the mutant.
 
-    PYTHONPATH=tools:tests .venv/bin/python lab/tests/model_check/mutants.py [NAME...]      the shortest trace of each
+    PYTHONPATH=tests .venv/bin/python lab/tests/model_check/mutants.py [NAME...]      the shortest trace of each
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 import load
 from changed import change
 
-from model_check import Scope, draw
+from netfold_lab.model_check import Scope, draw
 from netfold_plan.sim import diagram
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +31,9 @@ MAIN = Path(__file__).with_name("main.cpp")
 COMPILE = ["c++", "-std=c++20", "-O1", "-ffp-contract=off"]
 # Seconds of a quiet machine, far above what they take: they end what hangs.
 COMPILE_S = SEARCH_S = 300.0
-INCLUDES = [f"-I{ROOT / 'native' / folder / 'include'}" for folder in ("dev/model_check", "protocol", "kernels")]
+INCLUDES = [
+    f"-I{ROOT / 'core' / 'native' / folder / 'include'}" for folder in ("dev/model_check", "protocol", "kernels")
+]
 
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
@@ -512,9 +513,9 @@ _object_folder = tempfile.TemporaryDirectory(prefix="netfold-mutants-")
 
 
 def _library(component: str) -> str:
-    found = sorted(ROOT.glob(f"build/*/core/native/libnetfold_{component}.a"), key=lambda path: path.stat().st_mtime)
+    found = sorted(ROOT.glob(f"core/build/*/native/libnetfold_{component}.a"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise FileNotFoundError(f"build/*/native has no libnetfold_{component}.a; `make build` makes it")
+        raise FileNotFoundError(f"core/build/*/native has no libnetfold_{component}.a; `make build` makes it")
     return str(found[-1])
 
 

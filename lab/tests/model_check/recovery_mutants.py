@@ -4,7 +4,7 @@ A mutant replaces a text that occurs exactly once in a source, as in mutants.py.
 recovery_machine.py and recovery_plan.py the changed text is executed beside production; failover.cpp is compiled and
 called by ctypes.
 
-    PYTHONPATH=tools:tests .venv/bin/python lab/tests/model_check/recovery_mutants.py [NAME...]   the shortest trace of each
+    PYTHONPATH=tests .venv/bin/python lab/tests/model_check/recovery_mutants.py [NAME...]   the shortest trace of each
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from changed import change, execute, load
 
-from model_check.recovery import STUCK, RecoveryReport, search_recovery
-from model_check.recovery_rank import Machines, RecoveryScope
 from netfold.communicator import recovery_machine, recovery_plan
+from netfold_lab.model_check.recovery import STUCK, RecoveryReport, search_recovery
+from netfold_lab.model_check.recovery_rank import Machines, RecoveryScope
 
 ROOT = Path(__file__).parents[3]
 COLLECTIVE = ROOT / "core" / "native" / "collective"

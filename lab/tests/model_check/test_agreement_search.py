@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from changed import change, execute
 
-from model_check.agreement import (
+from netfold.elastic import agreement as production
+from netfold_lab.model_check.agreement import (
     FALSE_STEP,
     LOST_STEP,
     MINORITY,
@@ -19,8 +20,7 @@ from model_check.agreement import (
     search_agreement,
     sentence,
 )
-from model_check.scopes import AGREEMENT_QUICK
-from netfold.elastic import agreement as production
+from netfold_lab.model_check.scopes import AGREEMENT_QUICK
 
 pytestmark = pytest.mark.native
 

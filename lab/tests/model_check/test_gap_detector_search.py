@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from changed import change_file, load
 
-from model_check.gap_detector import PACKETS, THRESHOLD, search_arrivals, sentence
+from netfold_lab.model_check.gap_detector import PACKETS, THRESHOLD, search_arrivals, sentence
 
 pytestmark = pytest.mark.native
 

@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 from changed import change, execute
 
-from model_check.agreement import LOST_STEP, MINORITY, TWO, UNEVEN
-from model_check.generation_process import PRODUCTION, GenerationsScope, Parts
-from model_check.generations import (
+from netfold.elastic import agreement, joining, service, standing
+from netfold_lab.model_check.agreement import LOST_STEP, MINORITY, TWO, UNEVEN
+from netfold_lab.model_check.generation_process import PRODUCTION, GenerationsScope, Parts
+from netfold_lab.model_check.generations import (
     FOREIGN,
     NO_STATE,
     OUTNUMBERED,
@@ -21,8 +22,7 @@ from model_check.generations import (
     search_generations,
     sentence,
 )
-from model_check.scopes import GENERATIONS_QUICK
-from netfold.elastic import agreement, joining, service, standing
+from netfold_lab.model_check.scopes import GENERATIONS_QUICK
 
 pytestmark = pytest.mark.native
 

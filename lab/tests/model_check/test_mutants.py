@@ -3,8 +3,8 @@
 import pytest
 from mutants import HELLOS, MUTANTS, STUCK, make, search, search_validation
 
-from model_check import Scope
-from model_check import search as search_production
+from netfold_lab.model_check import Scope
+from netfold_lab.model_check import search as search_production
 
 
 @pytest.mark.parametrize("name", MUTANTS)

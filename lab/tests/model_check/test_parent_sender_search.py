@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from changed import change_file, load
 
-from model_check.parent_sender import QUICK, search_parent_sender, sentence
+from netfold_lab.model_check.parent_sender import QUICK, search_parent_sender, sentence
 
 pytestmark = pytest.mark.native
 

@@ -9,10 +9,10 @@ import pytest
 import recovery_mutants
 from recovery_mutants import BACK, MUTANTS, machines
 
-from model_check.recovery import STUCK, replay_recovery, search_recovery, sentence
-from model_check.recovery_rank import Channel, RecoveryScope
-from model_check.scopes import RECOVERY_QUICK
 from netfold._native import protocol
+from netfold_lab.model_check.recovery import STUCK, replay_recovery, search_recovery, sentence
+from netfold_lab.model_check.recovery_rank import Channel, RecoveryScope
+from netfold_lab.model_check.scopes import RECOVERY_QUICK
 
 pytestmark = pytest.mark.native
 

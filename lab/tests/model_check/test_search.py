@@ -2,9 +2,9 @@
 
 import pytest
 
-from model_check import Scope, draw, replay, search, search_validation, sentence
-from model_check.__main__ import main
-from model_check.scopes import LARGE, QUICK
+from netfold_lab.model_check import Scope, draw, replay, search, search_validation, sentence
+from netfold_lab.model_check.__main__ import main
+from netfold_lab.model_check.scopes import LARGE, QUICK
 from netfold_plan.sim import diagram
 from netfold_plan.sim.network import SWITCH
 
@@ -231,8 +231,8 @@ def test_a_packet_that_is_lost_does_not_arrive_in_the_drawing():
 
 def test_the_command_that_a_scope_names_searches_it(capsys):
     scope = Scope(workers=2, operations="1,1", restarts=1, network="merged")
-    assert scope.command() == "PYTHONPATH=tools python -m model_check --operations 1,1 --restarts 1 --network merged"
-    assert main(scope.command().split()[4:]) == 0
+    assert scope.command() == "python -m netfold_lab.model_check --operations 1,1 --restarts 1 --network merged"
+    assert main(scope.command().split()[3:]) == 0
     assert capsys.readouterr().out.startswith(
         "scope: 2 workers, 2 slots, chunks 1,1, 1 restarts, packets merged: exhaus"
     )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from changed import change, execute
 
-from model_check.switch_watch import search_switch_watch, sentence
 from netfold.communicator import switch_watch as production
+from netfold_lab.model_check.switch_watch import search_switch_watch, sentence
 
 pytestmark = pytest.mark.native
 

@@ -1,15 +1,16 @@
 """One all_reduce through switches, packet by packet: the production protocol on links with a rate, a delay and losses.
 
-Workers and switches are those of netfold_plan.sim, which drives the same native machines as a job does; only the links are
-modelled. A link carries one packet after the other in each direction, and loses some. Hosts and switches take no time.
+Workers and switches are those of netfold_plan.sim, which drives the same native machines as a job does; only the links
+are modelled. A link carries one packet after the other in each direction, and loses some. Hosts and switches take no
+time.
 
 Larger cases are composed from the simulated one. More bytes: the pace of the middle of the run continues. More workers:
 each link stands for several links and has the losses of all of them, so a chunk is as likely to be hit. A repair is
 then lost more often than on separate links, so the time is rather too long. More levels of switches: the delay of one
 more hop in each direction.
 
-A job's first all_reduce opens its congestion windows (core/native/protocol/include/netfold/protocol/worker.hpp). The result
-is of a later one: where the windows matter, another all_reduce goes before without losses, and is not counted.
+A job's first all_reduce opens its congestion windows (core/native/protocol/include/netfold/protocol/worker.hpp). The
+result is of a later one: where the windows matter, another all_reduce goes before without losses, and is not counted.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from netfold.tuning.cost import predict
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 from netfold_plan.sim.harness import Operation
 from netfold_plan.sim.network import LOST, Copy, Delivery, Packet
 from netfold_plan.sim.simulation import Record, Simulation
-from netfold.tuning.cost import predict
-from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 
 # The most workers or switches below one switch (core/native/protocol/include/netfold/protocol/packet.hpp).
 MOST_BELOW = 256

@@ -64,7 +64,9 @@ def test_a_prediction_agrees_within_a_fifth_of_the_gain_or_loss() -> None:
 
 def test_the_committed_claims_equal_the_present_predictions() -> None:
     committed = (Path(__file__).parents[3] / "lab" / "bench" / "results" / "plan.md").read_text()
-    assert claims_markdown(claims()) in committed, "make it again: python lab/bench/validation > lab/bench/results/plan.md"
+    assert claims_markdown(claims()) in committed, (
+        "make it again: python lab/bench/validation > lab/bench/results/plan.md"
+    )
 
 
 def test_the_script_prints_only_the_claims_as_json(capsys: pytest.CaptureFixture[str]) -> None:

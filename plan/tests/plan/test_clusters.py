@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from netfold_plan.cluster import load_cluster, preset_names
 from netfold.quantity import parse_quantity
+from netfold_plan.cluster import load_cluster, preset_names
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from netfold_plan.cluster import cluster_of, devices, load_cluster
 from netfold.tuning.measured_link import measured_link
+from netfold_plan.cluster import cluster_of, devices, load_cluster
 
 DEVICE = {"flops": {"f32": "1 TFLOP/s"}, "memory": "8 GiB", "memory_rate": "20 GB/s"}
 INSIDE = {"name": "memory", "devices": 4, "latency": "1 us", "rate": "10 GB/s"}

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold_train.dry_run.plan_sources import recipe_model
 from netfold_plan.model import Chain, ChainLayer, Product, ShardSpec
+from netfold_train.plan_models import recipe_model
 
 RECIPES = Path(__file__).parents[3] / "train/src/netfold_train/recipes"
 CHAIN = Chain(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from even_model import EvenModel, cluster
 
+from netfold.profile.record import RECORD
+from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 from netfold_plan.cluster import load_cluster
 from netfold_plan.events import IDEAL, Conditions, simulate, timeline, write_timeline
 from netfold_plan.job import Job, Split
 from netfold_plan.model import Layered
-from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 
 MODEL = EvenModel(input_bytes=1e7, layer_parameters=1e8)
 JOB = Job(32, 1, Split(data=2, tensor=2, pipeline=4), overlap=True)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import predict
 from netfold_plan.cluster import load_cluster
 from netfold_plan.job import Job, Split
 from netfold_plan.model import Transformer
 from netfold_plan.step import Prediction
 from netfold_plan.step import predict as predict_step
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
-from netfold.tuning.cost import predict
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 512])

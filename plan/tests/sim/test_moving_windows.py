@@ -143,7 +143,7 @@ def objects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("objects")
     sources = (PROTOCOL / "packet.cpp", Path(__file__).with_name("worker_abi.cpp"))
     built = [build(folder / f"{source.stem}.o", [source], INCLUDES, "-c", *OPTIONS) for source in sources]
-    kernels = PROTOCOL.parents[1].glob("build/*/core/native/libnetfold_kernels.a")
+    kernels = PROTOCOL.parents[1].glob("build/*/native/libnetfold_kernels.a")
     return [*built, max(kernels, key=lambda path: path.stat().st_mtime)]
 
 

@@ -52,7 +52,10 @@ def test_the_same_seed_gives_the_same_run():
 
 def test_a_replay_command_names_the_whole_scenario():
     scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", extra_delay_us=7)
-    assert scenario.command() == "python -m netfold_plan.sim --seed 9 --workers 3 --wire bf16 --loss 0.25 --extra-delay-us 7"
+    assert (
+        scenario.command()
+        == "python -m netfold_plan.sim --seed 9 --workers 3 --wire bf16 --loss 0.25 --extra-delay-us 7"
+    )
 
 
 def test_the_replay_command_replays(capsys):

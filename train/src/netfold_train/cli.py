@@ -125,10 +125,10 @@ def predict(
 def _evaluate(run: Path, settings: Sequence[str], ranks_here: int | None, out: Path | None) -> None:
     need("netfold train evaluate", ("torch", "pydantic", "safetensors"), "train")
     from netfold.bootstrap.launchers import is_launched
-    from netfold_train.runs import RECIPE
-    from netfold_train.runs.metrics import is_held
     from netfold_train.fault_tolerance.stop import unwind_on_signals
     from netfold_train.rank import Evaluation
+    from netfold_train.runs import RECIPE
+    from netfold_train.runs.metrics import is_held
 
     if not is_launched():
         with exit_on("train evaluate", ValueError, OSError):

@@ -22,9 +22,8 @@ from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import outliving_store
 from netfold.elastic import Members
 from netfold.elastic.members import STORE_VARIABLE, meeting_at_store
-from netfold_train.runs.metrics import read_metrics
-from netfold.torch.elastic import State, World
-from netfold.torch.elastic.world import agent_store
+from netfold.elastic.torch import State, World
+from netfold.elastic.torch.world import agent_store
 from netfold_train.callbacks.events import Callback, Event, Stepped
 from netfold_train.checkpoint.atomic import CHECKPOINTS, complete_checkpoints, step_of
 from netfold_train.fault_tolerance.policies import what_is_bad
@@ -32,6 +31,7 @@ from netfold_train.fault_tolerance.step_vote import VOTE_NUMBERS
 from netfold_train.parallel import Unpipelined
 from netfold_train.parallel.mesh import Mesh, gather
 from netfold_train.recipe import Recipe
+from netfold_train.runs.metrics import read_metrics
 from netfold_train.trainer import Outcome, Part, Trainer
 
 _FOLDER = "train/folder"

@@ -26,11 +26,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from netfold.bootstrap.tcp_store import OUTLIVING, TcpStoreServer
 from netfold.elastic.members import STORE_VARIABLE
+from netfold.units import plural
 from netfold_train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, handling, unwind_on_signals
 from netfold_train.rank import FAILED, FINAL, NOT_BEGUN, job_status, share_job
 from netfold_train.recipe import Recipe
 from netfold_train.recipe.errors import Source
-from netfold.units import plural
 
 # How often the ranks' processes are looked at.
 _POLL_S = 0.05

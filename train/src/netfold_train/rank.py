@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netfold.bootstrap.launchers import placement
+from netfold.units import plural
 from netfold_train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 from netfold_train.recipe import Recipe
 from netfold_train.recipe.errors import Source, error_sentence
-from netfold.units import plural
 
 if TYPE_CHECKING:
-    from netfold.torch.elastic import World
+    from netfold.elastic.torch import World
     from netfold_train.elastic import ElasticTrainer
     from netfold_train.trainer import Outcome, Trainer
 
@@ -171,8 +171,8 @@ def _begin(trainer: Trainer) -> None:
 
 def _ended(outcome: Outcome, trainer: Trainer, rank: int, ranks: int, began_s: float) -> int:
     """The exit status; rank 0 prints the result."""
-    from netfold_train.runs.metrics import result
     from netfold_train.callbacks.metrics_file import metric_words
+    from netfold_train.runs.metrics import result
 
     done, took_s = outcome.reason == "done", time.perf_counter() - began_s
     if rank == 0 and done:

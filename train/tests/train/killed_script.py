@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from surviving import Recorder, run
 
-from netfold_train.runs.metrics import read_metrics
 from netfold_train.callbacks import events as said
 from netfold_train.callbacks.metrics_file import MetricsFile
+from netfold_train.runs.metrics import read_metrics
 
 EVERY = 10
 

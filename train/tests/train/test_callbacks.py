@@ -23,11 +23,11 @@ from invented_run import (
 )
 from rich.console import Console
 
-from netfold_train.runs.metrics import read_metrics
 from netfold_train.callbacks.events import Ended, Noted
 from netfold_train.callbacks.progress import ProgressCallback
 from netfold_train.callbacks.selection import GuardedCallback, make_callbacks
 from netfold_train.callbacks.trackers import MLflow, TensorBoard, Wandb
+from netfold_train.runs.metrics import read_metrics
 
 
 def kinds(chosen: Any) -> list[str]:

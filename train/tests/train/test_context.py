@@ -76,8 +76,8 @@ def test_outputs_for_a_file_are_those_of_whole_sequences(found: list[dict[str, A
     ],
 )
 def test_what_cannot_be_cut_is_an_error(keys: Table, said: str) -> None:
-    from netfold_train.dry_run.validate import validate_recipe
     from netfold_train import Recipe
+    from netfold_train.dry_run.validate import validate_recipe
 
     with pytest.raises(ValueError) as caught:
         validate_recipe(Recipe.model_validate(changed(GPT, **keys)), 4)

@@ -9,27 +9,24 @@ from pathlib import Path
 
 import pytest
 
-import netfold
+import netfold_train
 
-ROOT = Path(netfold.__file__).parent
-PACKAGES = ("runs", "train", "zoo", "dry_run")
+ROOT = Path(netfold_train.__file__).parent
 
 pytestmark = pytest.mark.torch
 
 
 def test_any_module_may_be_imported_first() -> None:
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    parts = (path.relative_to(ROOT).with_suffix("").parts for path in paths)
-    names = [".".join(("netfold", *each)).removesuffix(".__init__") for each in parts]
+    parts = (path.relative_to(ROOT.parent).with_suffix("").parts for path in sorted(ROOT.rglob("*.py")))
+    names = [".".join(each).removesuffix(".__init__") for each in parts]
     # Third-party packages are loaded once for all cases.
     for name in names:
         import_module(name)
-    prefixes = tuple(f"netfold.{package}" for package in PACKAGES)
     failed = []
     for name in names:
         child = os.fork()
         if child == 0:
-            for known in [each for each in sys.modules if each.startswith(prefixes)]:
+            for known in [each for each in sys.modules if each.startswith("netfold_train")]:
                 del sys.modules[known]
             try:
                 import_module(name)

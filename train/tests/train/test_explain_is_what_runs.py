@@ -53,9 +53,9 @@ Found = dict[tuple[str, int], tuple[int, int]]
 
 @functools.cache
 def plan(name: str) -> Any:
+    from netfold_train import Recipe
     from netfold_train.dry_run.explain import explain
     from netfold_train.dry_run.validate import validate_recipe
-    from netfold_train import Recipe
 
     recipe = Recipe.model_validate(RECIPES[name])
     return explain(recipe, validate_recipe(recipe, RANKS))

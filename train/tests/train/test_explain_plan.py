@@ -22,13 +22,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
+from netfold_plan.shared_rules import bucket_ends
+from netfold_train import Batch, Chain, Model, Recipe
 from netfold_train.dry_run.explain import Plan, a_parameter, explain, passes_kept
 from netfold_train.dry_run.layers import Layer, measure
 from netfold_train.dry_run.render import print_plan
 from netfold_train.dry_run.traffic import Traffic, traffic
 from netfold_train.dry_run.validate import validate_recipe
-from netfold_plan.shared_rules import bucket_ends
-from netfold_train import Batch, Chain, Model, Recipe
 from netfold_train.parallel.embeddings import Embeddings
 from netfold_train.recipe.load import load
 from netfold_train.recipe.split import Split, ranks_asked, split

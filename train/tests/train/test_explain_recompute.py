@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from netfold_train import Batch
 from netfold_train.dry_run.explain import recomputed_bytes
 from netfold_train.dry_run.layers import Layer, measure
-from netfold_train import Batch
 from netfold_train.models import make_model
 from netfold_train.models.model import Model, blocks_of
 from netfold_train.parallel.blocks import recompute

@@ -17,9 +17,9 @@ from ranks import run_ranks, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from netfold_train.dry_run.layers import measure
 from netfold_train import Batch, Data, Recipe, Trainer
 from netfold_train.data.examples import InMemory, Metric
+from netfold_train.dry_run.layers import measure
 from netfold_train.models import make_model
 from netfold_train.models.model import IGNORED, Model, blocks_of
 from netfold_train.parallel import parallelise

@@ -1,4 +1,4 @@
-"""Every recipe in train/src/netfold_train/recipes: its model and data can be made, and a short run beats the weak baseline."""
+"""Every recipe of netfold-train: its model and data can be made, and a short run beats the weak baseline."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from invented_run import (
     tell,
 )
 
-from netfold_train.runs.metrics import read_metrics
-from netfold_train.runs.page import write_report
 from netfold_train.callbacks.events import Ended, Stepped
 from netfold_train.callbacks.metrics_file import MetricsFile
+from netfold_train.runs.metrics import read_metrics
+from netfold_train.runs.page import write_report
 
 
 def test_every_number_of_an_event_is_read_back(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from made import needs_fashion_mnist
 from own_parts import line
 
-from netfold_train.dry_run.validate import validate_recipe
 from netfold_train import Recipe
+from netfold_train.dry_run.validate import validate_recipe
 from netfold_train.recipe import Factory
 from netfold_train.recipe.errors import RecipeError, Source, error_kind, error_sentence
 from netfold_train.recipe.load import load

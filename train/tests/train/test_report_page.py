@@ -15,14 +15,14 @@ from browser import Element, needs_chromium, opened, parse
 from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evaluated, goes_through, recipe, started, tell
 from ranks import run_command
 
-from netfold_train.runs.metrics import read_metrics, result
-from netfold_train.runs.page import write_report
 from netfold_train import Recipe
 from netfold_train.callbacks.events import Ended, Noted
 from netfold_train.callbacks.metrics_file import MetricsFile, metric_words
 from netfold_train.callbacks.report import ReportCallback
 from netfold_train.callbacks.run_folder import run_folder
 from netfold_train.data.examples import Panel
+from netfold_train.runs.metrics import read_metrics, result
+from netfold_train.runs.page import write_report
 
 HOSTILE = "</script><script>document.title='taken'</script>\"'><img src=x onerror=document.title='taken'>&amp;]]>"
 

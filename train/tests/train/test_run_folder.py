@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from invented_run import goes_through, recipe, tell
 
-from netfold_train.runs import RECIPE
 from netfold_train import Recipe
 from netfold_train.callbacks.events import Ended
 from netfold_train.callbacks.metrics_file import MetricsFile
 from netfold_train.callbacks.run_folder import run_folder, run_name
 from netfold_train.recipe.load import load, read_resolved
+from netfold_train.runs import RECIPE
 
 HARD: dict[str, Any] = {
     "model": {

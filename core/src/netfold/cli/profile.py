@@ -53,7 +53,6 @@ def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS, steps: _Step
 
     Without --output and -o: prints a table and writes the page RUN/report.html.
     """
-    from netfold.tuning.advice import advise
     from netfold.profile.analyse import analyse
     from netfold.profile.export import as_csv, as_json
     from netfold.profile.overlap import each_step
@@ -61,6 +60,7 @@ def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS, steps: _Step
     from netfold.profile.run import read_run
     from netfold.profile.table import render_table
     from netfold.profile.window import in_steps
+    from netfold.tuning.advice import advise
 
     with exit_on("profile report", ValueError):
         found = in_steps(read_run(run), steps)
@@ -112,6 +112,6 @@ def export(
 
 
 def _sizes(buckets: str) -> list[int]:
-    from netfold_lab.bench.sizes import parse_size
+    from netfold.quantity import parse_size
 
     return [parse_size(each.strip()) for each in buckets.split(",")]

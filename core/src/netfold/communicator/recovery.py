@@ -17,8 +17,8 @@ a rank goes on, it compares its results with the plan. Whether the switch was re
 is gone, the leader included, ends the group as usual. A slow rank delays the others until their deadline at most.
 
 A rank's decisions are a pure state machine, recovery_machine.py, which the search over recovery also runs
-(lab/src/netfold_lab/model_check/recovery.py). This file has its threads, connections and clock. Each event is one call of the
-machine, under one lock; the actions that the machine returns are carried out in order.
+(lab/src/netfold_lab/model_check/recovery.py). This file has its threads, connections and clock. Each event is one call
+of the machine, under one lock; the actions that the machine returns are carried out in order.
 """
 
 from __future__ import annotations

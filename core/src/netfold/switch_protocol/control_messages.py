@@ -81,8 +81,8 @@ import msgpack
 
 import netfold
 
-# Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md. core/native/control has
-# the number too.
+# Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md.
+# core/native/control has the number too.
 VERSION = 10
 MAX_MESSAGE_BYTES = 1 << 16
 # Most switches that a group uses side by side.

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from netfold import units
-from netfold.tuning.profile_link import NO_LINE, SMALL_BYTES, Fitted, ObservedGroup, fit, observe_groups
 from netfold.profile.columns import Bools, Floats
 from netfold.profile.findings import MB, Advice, Findings, Row, Straggler
 from netfold.profile.run import Run
 from netfold.tuning.cost import FORMULAS, predict
+from netfold.tuning.profile_link import NO_LINE, SMALL_BYTES, Fitted, ObservedGroup, fit, observe_groups
 
 # The least part of all operations' time of a row with advice.
 _WORTH_A_ROW = 0.05

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import netfold
+import netfold_lab
 from netfold.extras import need
 from netfold_lab.rack.names import HOST_INTERFACE
 
@@ -86,7 +86,7 @@ def launch_mpi(
     shell: with hosts, rack.remote_shell's program.
     """
     mpi, prefix = _MPIS[name], find_prefix(name)
-    need(f"mpi:{name}", ["mpi4py"], "bench")
+    need(f"mpi:{name}", ["mpi4py"], "mpi")
     environment = {"MPI4PY_LIBMPI": str(prefix / "lib" / mpi.library), "OMP_NUM_THREADS": "1", **mpi.environment}
     arguments = list(mpi.arguments)
     if hosts:
@@ -98,7 +98,7 @@ def launch_mpi(
 
 def find_prefix(name: str) -> Path:
     """Return the MPI's virtual environment, or netfold's own. Raises PeerMissingError."""
-    for folder in (Path.cwd(), Path(netfold.__file__).parents[2]):
+    for folder in (Path.cwd(), Path(netfold_lab.__file__).parents[3]):
         prefix = folder / f".venv-mpi-{name}"
         if (prefix / "lib" / _MPIS[name].library).exists():
             return prefix.resolve()

@@ -19,8 +19,8 @@ from netfold_lab.bench.replay import StepTrial
 from netfold_lab.bench.start_line import StartLine
 from netfold_lab.bench.trial import Trial
 from netfold_lab.bench.turn import run_turn
-from netfold_plan.model.catalogue import find_model
 from netfold_lab.rack.names import HOST_INTERFACE
+from netfold_plan.model.catalogue import find_model
 from netfold_train.runs.machine import congestion_control
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from netfold.quantity import format_size
 from netfold_lab.bench.goals import Goal
 from netfold_lab.bench.report import Row
-from netfold_lab.bench.sizes import format_size
 from netfold_lab.bench.spread import paired_ratios, spread
 from netfold_lab.bench.table import describe_ratio, describe_time, markdown
 

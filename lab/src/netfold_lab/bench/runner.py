@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
+from netfold.extras import need
 from netfold_lab.bench.backends import BackendName, parse_backend, parse_backends
 from netfold_lab.bench.config import (
     SMALL_BYTES,
@@ -27,7 +28,6 @@ from netfold_lab.bench.config import (
 from netfold_lab.bench.network import Network, Place, open_network
 from netfold_lab.bench.ranks import BenchError, Ranks, start_ranks
 from netfold_lab.bench.spread import interleave
-from netfold.extras import need
 from netfold_lab.rack import Rack
 from netfold_train.runs.machine import describe_machine, describe_versions
 

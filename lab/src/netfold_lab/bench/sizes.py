@@ -1,26 +1,6 @@
-"""Message sizes in nccl-tests' form, and dtypes with their exact integers. Pure."""
+"""Sweeps of message sizes, and dtypes with their exact integers. Pure."""
 
-import re
 from dataclasses import dataclass
-
-_SIZE = re.compile(r"^(?P<number>\d+)(?P<suffix>[KMG]?)$")
-_SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of `4`, `64K`, `16M`, `1G`; M is 2^20. Raises ValueError."""
-    match = _SIZE.match(text)
-    if match is None:
-        raise ValueError(f"size {text!r} is not understood; write bytes, or with K, M or G: 4, 64K, 16M")
-    return int(match["number"]) * _SUFFIXES[match["suffix"]]
-
-
-def format_size(size_bytes: int) -> str:
-    """Return the shortest exact form: `16M` for 2^24."""
-    for suffix, unit in reversed(_SUFFIXES.items()):
-        if size_bytes >= unit and size_bytes % unit == 0:
-            return f"{size_bytes // unit}{suffix}"
-    return str(size_bytes)
 
 
 def sweep(begin_bytes: int, end_bytes: int, factor: int) -> list[int]:

@@ -10,8 +10,8 @@ from netfold_lab.bench.program import Program, build_program
 from netfold_lab.bench.report import Ratio, describe_run, ratio_of, total_wrong
 from netfold_lab.bench.runner import Runner, start_comparison
 from netfold_lab.bench.spread import Spread, spread
-from netfold_plan.model.catalogue import Model, find_model
 from netfold_lab.rack.link import parse_link
+from netfold_plan.model.catalogue import Model, find_model
 
 __all__ = ["StepRow", "describe_network", "make_step_rows", "measure_models", "replay_models", "total_wrong"]
 _RATES = (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3))

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from netfold.units import aligned
 from netfold_lab.bench.program import gradient_buckets
 from netfold_lab.bench.step import StepRow
 from netfold_lab.bench.table import RATIO_HEADER, ratio_cells
 from netfold_plan.model.catalogue import MODELS, find_model
-from netfold.units import aligned
 
 _HEADER = (
     *("model", "backend", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),

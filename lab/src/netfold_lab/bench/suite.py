@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from netfold.extras import MissingExtraError
 from netfold_lab.bench.backends import MPIS, parse_backends
 from netfold_lab.bench.config import BenchEnvironment
 from netfold_lab.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
@@ -19,7 +20,6 @@ from netfold_lab.bench.report import Row, describe_run, make_rows, total_wrong
 from netfold_lab.bench.rules import Verdict, evaluate_goal, render_verdicts, unmeasured
 from netfold_lab.bench.runner import BenchError, Runner, start_runner
 from netfold_lab.bench.table import describe_breakdown
-from netfold.extras import MissingExtraError
 from netfold_lab.rack import RackError
 from netfold_lab.rack.command import why_unavailable
 from netfold_train.runs.machine import in_words

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from netfold.units import aligned
 from netfold_lab.bench.report import Breakdown, Ratio, Row
 from netfold_lab.bench.spread import Spread
-from netfold.units import aligned
 
 _HEADER = (
     *("size(B)", "count", "type", "redop", "backend", "algorithm", "wire"),

@@ -62,12 +62,13 @@ def _bench(
 
     The ratio column is a peer's time over the row's, paired round by round, with its 5th and 95th percentile.
     """
+    from netfold.quantity import parse_size
     from netfold_lab.bench.collectives import parse_collective, parse_redops
     from netfold_lab.bench.config import BenchEnvironment, Trials
     from netfold_lab.bench.mpi_peers import with_mpi_named
     from netfold_lab.bench.report import describe_run, make_rows, total_wrong
     from netfold_lab.bench.runner import BenchError, measure
-    from netfold_lab.bench.sizes import parse_dtypes, parse_size, sweep
+    from netfold_lab.bench.sizes import parse_dtypes, sweep
     from netfold_lab.bench.table import render_table
     from netfold_lab.rack import RackError
     from netfold_lab.rack.processes import exit_on_signals
@@ -152,9 +153,9 @@ def model(
     Gradients fill buckets as DDP's do, while the timer runs. The step ends when all sums have arrived. Computing times
     are published measurements of one accelerator.
     """
+    from netfold.quantity import parse_size
     from netfold_lab.bench.config import BenchEnvironment, Replay
     from netfold_lab.bench.runner import BenchError
-    from netfold_lab.bench.sizes import parse_size
     from netfold_lab.bench.step import describe_network, replay_models, total_wrong
     from netfold_lab.bench.step_table import model_rows, render_models, render_steps
     from netfold_lab.rack import RackError
@@ -263,8 +264,8 @@ def links(
     """
     import os
 
+    from netfold.quantity import parse_size
     from netfold_lab.bench.links import LinkSetup, measure, table
-    from netfold_lab.bench.sizes import parse_size
     from netfold_lab.rack import RackError
     from netfold_lab.rack.processes import exit_on_signals
     from netfold_train.runs.machine import spoken

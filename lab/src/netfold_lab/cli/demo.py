@@ -31,7 +31,7 @@ def demo(
     """
     from netfold.console import plain_console
 
-    need("netfold demo", NEEDED, "demo")
+    need("netfold demo", NEEDED, "lab")
 
     from netfold_lab.demo import experiment, render, report
     from netfold_lab.demo.launch import LaunchError

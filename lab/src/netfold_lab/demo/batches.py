@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from netfold_lab.demo.settings import SCALE, Training
 from netfold_train.data.sampler import Sampler
 from netfold_train.zoo.data.super_resolution import Pair, crops
-from netfold_lab.demo.settings import SCALE, Training
 
 
 def share(training: Training, order: Sequence[int], rank: int) -> range:

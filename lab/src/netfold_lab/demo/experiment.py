@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netfold_lab.rack.processes import exit_on_signals
-from netfold_train.zoo.data.resolution import bicubic, psnr, to_8_bits
-from netfold_train.zoo.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
-from netfold_train.zoo.models.edsr import edsr
 from netfold_lab.demo import launch
 from netfold_lab.demo.agreement import Agreement, compare
 from netfold_lab.demo.batches import batch
 from netfold_lab.demo.settings import SCALE, Job, Run, Training, permuted_orders, straight
 from netfold_lab.demo.worker import RankResult, result_path, weights_path
+from netfold_lab.rack.processes import exit_on_signals
+from netfold_train.zoo.data.resolution import bicubic, psnr, to_8_bits
+from netfold_train.zoo.data.super_resolution import HELD_OUT, TRAINING, Pair, photograph
+from netfold_train.zoo.models.edsr import edsr
 
 # Enough steps for rounding to grow from the last bit to 1000 times that. Later, all differences grow alike.
 COMPARED_STEPS = 20
@@ -123,10 +123,10 @@ def run_experiment(training: Training, stepped: Callable[[str, int, float], None
         over_gloo = Job(training, runs_over_gloo(training), _made(folder / "gloo"))
         launch.train(over_gloo, {}, stepped)
 
-        netfold = _outcome(over_netfold, over_netfold_train.runs[0])
+        netfold = _outcome(over_netfold, over_netfold.runs[0])
         gloo, *permuted = (_outcome(over_gloo, run) for run in over_gloo.runs)
         models = {
-            "netfold": _trained(over_netfold, over_netfold_train.runs[0]),
+            "netfold": _trained(over_netfold, over_netfold.runs[0]),
             "gloo": _trained(over_gloo, over_gloo.runs[0]),
         }
     return Experiment(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from netfold import units
 from netfold.page.chart import Axis, Chart
-from netfold_train.zoo.data.resolution import psnr
 from netfold_lab.demo.agreement import Agreement
 from netfold_lab.demo.experiment import Experiment, HeldOut
 from netfold_lab.demo.settings import SCALE
+from netfold_train.zoo.data.resolution import psnr
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.
 CROP_PIXELS = 80

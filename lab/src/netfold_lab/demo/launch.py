@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from netfold_lab.rack.processes import DRAIN_S, Process, follow, spawn, stop
 from netfold_lab.demo.settings import Job
+from netfold_lab.rack.processes import DRAIN_S, Process, follow, spawn, stop
 
 # The switch must print its address within this time.
 SWITCH_START_S = 30.0

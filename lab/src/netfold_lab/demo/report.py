@@ -13,13 +13,13 @@ import torch
 from netfold.page.escape import escape, items, terms
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
-from netfold_train.runs.machine import describe_machine, describe_versions
-from netfold_train.zoo.data.super_resolution import HELD_OUT, TRAINING
 from netfold_lab.demo import figures
 from netfold_lab.demo.agreement import ALLOWED_RATIO
 from netfold_lab.demo.experiment import Experiment, HeldOut
 from netfold_lab.demo.settings import SCALE
 from netfold_lab.demo.table import COLUMNS, notes, rows
+from netfold_train.runs.machine import describe_machine, describe_versions
+from netfold_train.zoo.data.super_resolution import HELD_OUT, TRAINING
 
 # The style sheet shows crops this many times as large, so that single pixels are visible.
 CROP_ZOOM = 3

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from netfold_train.zoo.data.resolution import PSNR_BORDER_PIXELS
-from netfold_train.zoo.data.super_resolution import HELD_OUT
 from netfold_lab.demo.experiment import Experiment, Outcome
 from netfold_lab.demo.settings import SCALE, Training
+from netfold_train.zoo.data.resolution import PSNR_BORDER_PIXELS
+from netfold_train.zoo.data.super_resolution import HELD_OUT
 
 COLUMNS = ("", "PSNR", "images/s", "on the wire\na worker-step", "in collectives\na worker-step")
 

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold_train.zoo.data.super_resolution import TRAINING, Pair, photograph
-from netfold_train.zoo.models.edsr import edsr
 from netfold_lab.demo.batches import batch, share
 from netfold_lab.demo.clock import CollectiveClock
 from netfold_lab.demo.settings import SCALE, Job, Run, Training
+from netfold_train.zoo.data.super_resolution import TRAINING, Pair, photograph
+from netfold_train.zoo.models.edsr import edsr
 
 # Steps before the measurement: DDP rebuilds its buckets after the first step; memory and caches become steady.
 SETTLING_STEPS = 5

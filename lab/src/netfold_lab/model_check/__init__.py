@@ -4,7 +4,7 @@ A tool of development: it needs netfold._native_dev, which a checkout builds and
 
   scopes         the named scopes: those that CI searches, and those of `make model-check`
   breadth_first  the harness of the searches in Python:
-  recovery       recovery from a lost switch, by production's communicator/recovery_machine.py and core/native/collective's
+  recovery       recovery from a lost switch, by communicator/recovery_machine.py and core/native/collective's
                  Failover; recovery_rank: its model of one rank
   gap_detector   gap detection alone: core/native/protocol's GapDetector
   switch_watch   when a switch counts as lost: communicator/switch_watch.py
@@ -13,8 +13,8 @@ A tool of development: it needs netfold._native_dev, which a checkout builds and
   generations    an elastic job's generations, one after the other: elastic's standing.py, service.py and agreement.py;
                  generation_process: its model of one process
 
-core/native/dev/model_check's header search.hpp describes the machines, the network and time, what is checked in every state,
-and why that is enough. May import netfold._native_dev, netfold.extras and sim's diagrams; recovery also
+core/native/dev/model_check's header search.hpp describes the machines, the network and time, what is checked in every
+state, and why that is enough. May import netfold._native_dev, netfold.extras and sim's diagrams; recovery also
 communicator.recovery_machine, switch_watch communicator.switch_watch, agreement and generations netfold.elastic.
 Invariants: a report says whether its scope was exhausted; a broken promise comes with the shortest trace and the
 command that replays it.
@@ -41,7 +41,7 @@ HELLO_WORKERS = 3
 
 @dataclass(frozen=True)
 class Scope:
-    """The scope of a search. Each field is an option of `python -m model_check`."""
+    """The scope of a search. Each field is an option of `python -m netfold_lab.model_check`."""
 
     workers: int = 2
     leaves: str = ""  # workers below each leaf, as "1,1"; "": all workers at one switch
@@ -66,7 +66,7 @@ class Scope:
             for field in fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return " ".join(["PYTHONPATH=tools python -m model_check", *options])
+        return " ".join(["python -m netfold_lab.model_check", *options])
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,4 +1,4 @@
-"""`python -m model_check`: search the named scopes or one of your own, or show a trace step by step."""
+"""`python -m netfold_lab.model_check`: search the named scopes or one of your own, or show a trace step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from model_check import (
+from netfold_lab.model_check import (
     HELLO_WORKERS,
     Scope,
     agreement,
@@ -25,7 +25,7 @@ from model_check import (
     sentence,
     switch_watch,
 )
-from model_check.scopes import (
+from netfold_lab.model_check.scopes import (
     AGREEMENT_LARGE,
     AGREEMENT_QUICK,
     GENERATIONS_LARGE,
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return 1 where a promise is broken or a scope was not exhausted.
     """
-    parser = argparse.ArgumentParser(prog="python -m model_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m netfold_lab.model_check", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the scopes that CI searches")
     parser.add_argument("--all", action="store_true", help="those, and the scopes that take longer")
     for field in fields(Scope):

@@ -30,8 +30,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from model_check.breadth_first import BrokenError, EndingSearch, Report
 from netfold.elastic import agreement as production
+from netfold_lab.model_check.breadth_first import BrokenError, EndingSearch, Report
 
 STUCK = "no events lead from here to a state where every living member knows the decision"
 TWO = "two decisions count"

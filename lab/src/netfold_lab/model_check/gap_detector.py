@@ -1,4 +1,4 @@
-"""Exhaustive search of gap detection: which packets `GapDetector` (core/native/protocol) names as missing, in every order.
+"""Exhaustive search of gap detection: which packets `GapDetector` (core/native/protocol) names as missing.
 
 A switch derives from a worker's packet numbers, and a leaf from its parent's result numbers, which packets are missing.
 A state is the set of packets that have arrived and the set of packets that were named as missing. In each state every
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from model_check.breadth_first import BrokenError, Report, Search
 from netfold._native import protocol
+from netfold_lab.model_check.breadth_first import BrokenError, Report, Search
 
 THRESHOLD: int = protocol.REORDER_THRESHOLD
 # The bound of `make test`: large enough for every kind of jump, and every window of packets that arrived.

@@ -39,11 +39,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_check.agreement import FALSE_STEP, LOST_STEP, MINORITY, STUCK, TWO, UNEVEN
-from model_check.breadth_first import BrokenError, EndingSearch, Report
-from model_check.generation_process import PRODUCTION, Event, GenerationsScope, Parts, Process, standing_of
 from netfold.elastic import agreement
 from netfold.elastic.newest import Newest
+from netfold_lab.model_check.agreement import FALSE_STEP, LOST_STEP, MINORITY, STUCK, TWO, UNEVEN
+from netfold_lab.model_check.breadth_first import BrokenError, EndingSearch, Report
+from netfold_lab.model_check.generation_process import PRODUCTION, Event, GenerationsScope, Parts, Process, standing_of
 
 NO_STATE = "a generation has formed in which no member has the state"
 WITHOUT = "a member goes on without the state"

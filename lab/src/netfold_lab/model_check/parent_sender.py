@@ -1,4 +1,4 @@
-"""Exhaustive search of a leaf's sender: what `ParentSender` (core/native/protocol) sends to the parent next, in every order.
+"""Exhaustive search of a leaf's sender: what `ParentSender` (core/native/protocol) sends to the parent next.
 
 A state is the machine, and what has happened to the sums of a few slots. In each state:
   offer   a slot is offered, for the first time or because a worker asks again
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from model_check.breadth_first import BrokenError, Report, Search
 from netfold._native import protocol
+from netfold_lab.model_check.breadth_first import BrokenError, Report, Search
 
 THRESHOLD: int = protocol.REORDER_THRESHOLD
 

@@ -1,7 +1,7 @@
 """Exhaustive search of recovery from a lost switch: every order of events at a few ranks, with production's decisions.
 
-Three things are production's: `RecoveryMachine` (the messages between ranks), `Failover` (core/native/collective: the path
-of each operation), and the arithmetic of plans. The search models what surrounds them:
+Three things are production's: `RecoveryMachine` (the messages between ranks), `Failover` (core/native/collective: the
+path of each operation), and the arithmetic of plans. The search models what surrounds them:
 
     switch     Rank r contributes to chunk c of its sequence space when it has all results up to c - W. A chunk has a
                result when all ranks have contributed. The result then reaches each rank that is not frozen at any time,
@@ -38,8 +38,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from model_check.breadth_first import BrokenError, EndingSearch, Report
-from model_check.recovery_rank import DEAD, FAILED, LEADER, LIVING, Event, Machines, Rank, RecoveryScope
+from netfold_lab.model_check.breadth_first import BrokenError, EndingSearch, Report
+from netfold_lab.model_check.recovery_rank import DEAD, FAILED, LEADER, LIVING, Event, Machines, Rank, RecoveryScope
 
 STUCK = "no events lead from here to a state where every living rank has finished or knows of a failure"
 

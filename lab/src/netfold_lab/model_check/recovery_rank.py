@@ -8,8 +8,8 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import netfold.communicator.recovery_machine as production
-from model_check.breadth_first import BrokenError
 from netfold._native import failover as native
+from netfold_lab.model_check.breadth_first import BrokenError
 
 LEADER = 0
 # Modes of an operation, and what `Failover` returns (netfold/collective/failover.hpp).

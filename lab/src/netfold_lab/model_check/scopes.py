@@ -1,9 +1,9 @@
 """The named scopes of `search`, of the search over recovery, and of those over an elastic job's members."""
 
-from model_check import Scope
-from model_check.agreement import AgreementScope
-from model_check.generation_process import GenerationsScope
-from model_check.recovery_rank import RecoveryScope
+from netfold_lab.model_check import Scope
+from netfold_lab.model_check.agreement import AgreementScope
+from netfold_lab.model_check.generation_process import GenerationsScope
+from netfold_lab.model_check.recovery_rank import RecoveryScope
 
 # Searched by `make test`, in seconds. The comments say what each scope covers.
 QUICK = {

@@ -21,8 +21,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from model_check.breadth_first import BrokenError, Report, Search
 from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, TICK_S, Lost, Query, SwitchWatch
+from netfold_lab.model_check.breadth_first import BrokenError, Report, Search
 
 RANK, OTHER = 0, 1
 PAUSE_S = 60.0

@@ -48,8 +48,8 @@ def trace(
 
     Runs the module once forward and backward on tensors without memory. Assumes gradients of 4 bytes per weight.
     """
-    from netfold_train.dry_run.plan_sources import module_model
     from netfold.quantity import parse_quantity
+    from netfold_plan.cli.sources import module_model
     from netfold_plan.render.parts import as_object, render_parts
 
     with exit_on("plan trace", ValueError):

@@ -36,9 +36,13 @@ def _clusters() -> Sequence[str]:
 
 
 def _recipes() -> Sequence[str]:
-    from netfold_train.recipe.load import shipped_names
+    from netfold.extras import MissingExtraError, plugin
 
-    return shipped_names()
+    try:
+        names: Sequence[str] = plugin("netfold.models", "recipe_names", "--recipe", "train")()
+    except MissingExtraError:
+        return ()
+    return names
 
 
 @with_output("json", "html")
@@ -127,7 +131,7 @@ def predict(
         (*section, name): context.params[_OPTIONS.get(name, name)] for section, names in _KEYS.items() for name in names
     }
 
-    from netfold_train.dry_run.plan_sources import find_source
+    from netfold_plan.cli.sources import find_source
     from netfold_plan.events import Conditions, write_timeline
     from netfold_plan.render import as_json, render_page, render_text
     from netfold_plan.request import parse_request, read_job

@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from netfold.tuning.measured_link import measured_link
 from netfold_plan.cluster.aggregator import CORE_BYTES_PER_S, Aggregator
 from netfold_plan.cluster.cluster import Cluster, Device, Processors, Tier
-from netfold.tuning.measured_link import measured_link
 from netfold_plan.job import PRECISIONS
 from netfold_plan.toml_file import Table, read_toml
 from netfold_plan.words import suggest

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from netfold_plan.events.schedule import FORWARD
-from netfold_plan.events.simulate import Simulated
 from netfold.profile.findings import ClockOffset
 from netfold.profile.perfetto import merge_traces, trace_events, work_events, write_events
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
+from netfold_plan.events.schedule import FORWARD
+from netfold_plan.events.simulate import Simulated
 
 # Kinds of slices with other ranks.
 _COMMUNICATION = ("tensor", "data", "tables", "send", "receive")

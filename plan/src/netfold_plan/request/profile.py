@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from netfold import units
-from netfold_plan.cluster import Cluster, Device, Tier
-from netfold_plan.job import PRECISIONS
-from netfold_plan.model import Profiled
-from netfold.tuning.profile_link import SMALL_BYTES, Fitted, fit, observe_groups
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
 from netfold.profile.overlap import find_overlap
 from netfold.profile.run import Run, Trace, read_run
 from netfold.tuning.cost import HALVES, INTEGERS
+from netfold.tuning.profile_link import SMALL_BYTES, Fitted, fit, observe_groups
 from netfold.tuning.topology import DEFAULT_LINKS
+from netfold_plan.cluster import Cluster, Device, Tier
+from netfold_plan.job import PRECISIONS
+from netfold_plan.model import Profiled
 
 # Fewer equal steps give no reliable median.
 _LEAST_STEPS = 5

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from netfold.quantity import parse_quantity
 from netfold_plan.cluster import Cluster, Device, cluster_of, load_cluster
 from netfold_plan.failures import Failures
 from netfold_plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, WIRES, Job
 from netfold_plan.model import Model
 from netfold_plan.model.registry import find_model, model_of
-from netfold.quantity import parse_quantity
 from netfold_plan.request.key_lines import Key, key_lines, line_of
 from netfold_plan.search import Space
 from netfold_plan.toml_file import read_toml

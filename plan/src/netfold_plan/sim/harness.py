@@ -3,8 +3,8 @@
 The harness has no clock and no network: bytes come in by `arrive`, time is an argument, packets go out as values.
 
 The glue around the machines is production's. Contributions are read from one buffer for each worker and operation, and
-results are written into it (core/native/collective/channel.cpp). A contribution counts only from its sender's own address
-(core/native/dataplane/data_plane.cpp).
+results are written into it (core/native/collective/channel.cpp). A contribution counts only from its sender's own
+address (core/native/dataplane/data_plane.cpp).
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ DeliverySource = Callable[[Packet], Delivery]
 
 
 def _guarded_bits() -> tuple[int, ...]:
-    # Masks by byte of the header (core/native/protocol/include/netfold/protocol/packet.hpp). The flag mismatch is legal in a
-    # result. A flip in the upper half of the chunk number leads far beyond any window.
+    # Masks by byte of the header (core/native/protocol/include/netfold/protocol/packet.hpp). The flag mismatch is legal
+    # in a result. A flip in the upper half of the chunk number leads far beyond any window.
     masks = {0: 0xFF, 1: 0xFF, 2: 0xFF, 3: 0xFB}
     masks |= dict.fromkeys(range(4, 20), 0xFF)
     masks |= {44: 0xF0, 45: 0xF8}

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from netfold_plan.cluster import Cluster, Tier
-from netfold_plan.step.constants import Constants
 from netfold.tuning.cost import HALVES, predict
 from netfold.tuning.topology import Link, Links, Topology
+from netfold_plan.cluster import Cluster, Tier
+from netfold_plan.step.constants import Constants
 
 
 @dataclass(frozen=True)

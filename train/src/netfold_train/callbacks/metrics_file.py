@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from netfold_train.runs import METRICS
-from netfold_train.runs.metrics import read_metrics
 from netfold_train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold_train.data.examples import Metric
+from netfold_train.runs import METRICS
+from netfold_train.runs.metrics import read_metrics
 
 
 class MetricsFile(Callback):

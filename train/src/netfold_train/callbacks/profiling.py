@@ -7,8 +7,8 @@ from pathlib import Path
 
 from netfold import profile
 from netfold.profile import recording
-from netfold_train.runs import PROFILE
 from netfold_train.callbacks.events import Callback, Ended, Started, Stepped
+from netfold_train.runs import PROFILE
 
 # The first steps are slower: they make buffers, and measure links.
 _SKIPPED, _STEPS = 10, 50

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from netfold import units
 from netfold.console import plain_console
+from netfold_train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold_train.runs import PAGE
 from netfold_train.runs.metrics import read_metrics, with_unit
-from netfold_train.callbacks.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
 PLAIN_S = 10.0

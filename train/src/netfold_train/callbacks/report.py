@@ -9,10 +9,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from netfold_train.runs import PICTURE_LIST, PICTURES
-from netfold_train.runs.page import write_report
 from netfold_train.callbacks.events import Callback, Ended, Evaluated, Started
 from netfold_train.data.examples import Panel
+from netfold_train.runs import PICTURE_LIST, PICTURES
+from netfold_train.runs.page import write_report
 
 # All ranks wait while rank 0 writes. Writing takes at most this fraction (1/200) of the time before the end.
 _RARE = 200

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from netfold_train.runs import ENVIRONMENT, RECIPE, write_whole
-from netfold_train.runs.machine import commit_of, describe_machine
-from netfold_train.runs.metrics import is_held, read_metrics
 from netfold_train.parallel.mesh import gather
 from netfold_train.recipe import Recipe
 from netfold_train.recipe.load import read_resolved
+from netfold_train.runs import ENVIRONMENT, RECIPE, write_whole
+from netfold_train.runs.machine import commit_of, describe_machine
+from netfold_train.runs.metrics import is_held, read_metrics
 
 _PACKAGES = ("netfold", "torch", "numpy", "pydantic")
 # Names of settings whose values are secret.

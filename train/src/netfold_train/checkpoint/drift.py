@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from netfold.units import first_few
 from netfold_train.parallel.mesh import Mesh, gather
 from netfold_train.parallel.shards import axes, local
-from netfold.units import first_few
 
 
 class DriftError(RuntimeError):

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from netfold_train.runs import RECIPE
+from netfold.units import plural
 from netfold_train.checkpoint.atomic import PART, find_checkpoint, find_damage, read_manifest
 from netfold_train.checkpoint.state import list_tensors, of_model
-from netfold.units import plural
+from netfold_train.runs import RECIPE
 
 # Hugging Face's limit of a file.
 SHARD_BYTES = 5 * 10**9

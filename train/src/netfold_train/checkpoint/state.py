@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from netfold.units import first_few
 from netfold_train.models.model import Replica
 from netfold_train.optim.step import States
 from netfold_train.parallel.mesh import gather
 from netfold_train.parallel.shards import local
-from netfold.units import first_few
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from netfold_plan.shared_rules import waiting_passes
+from netfold_plan.step.prediction import Memory
 from netfold_train.dry_run.layers import Layer, measure
 from netfold_train.dry_run.traffic import F32_BYTES, Traffic, computed_bytes, stages_held, traffic
 from netfold_train.dry_run.validate import ValidatedRecipe
-from netfold_plan.shared_rules import waiting_passes
-from netfold_plan.step.prediction import Memory
 from netfold_train.parallel.stages import cut
 from netfold_train.parallel.tensor import styles_of
 from netfold_train.recipe import DiLoCo, Recipe
@@ -128,8 +128,8 @@ def a_parameter(recipe: Recipe, data: int) -> Memory:
         moments += under_way(recipe.diloco, data)
     state = moments * F32_BYTES
     if zero and data > 1:
-        # A rank of FSDP2 holds weight, gradient and state of its rows in f32 (lab/bench/results/train_memory.md). ZeRO 1
-        # and 2 also keep whole weights in the type of computation, from the forward to the backward pass.
+        # A rank of FSDP2 holds weight, gradient and state of its rows in f32 (lab/bench/results/train_memory.md). ZeRO
+        # 1 and 2 also keep whole weights in the type of computation, from the forward to the backward pass.
         return Memory(F32_BYTES / data + (lower if zero < 3 else 0), F32_BYTES / data, state / data, 0.0)
     weights = F32_BYTES + (lower if lower != F32_BYTES else 0)
     return Memory(weights, F32_BYTES, state, 0.0)

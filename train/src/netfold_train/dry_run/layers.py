@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from netfold_train.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold_plan.model import Pass
 from netfold_train.data.examples import Batch
+from netfold_train.dry_run.tracer import Ran, TracedPart, TraceMode, tensors
 from netfold_train.models.model import Chain, Model, blocks_of
 from netfold_train.parallel import context as context_module
 from netfold_train.parallel.blocks import recompute, slow_operations

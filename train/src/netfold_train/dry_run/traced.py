@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from netfold_plan.model import Gradient, Part, Traced
 from netfold_train.dry_run.module_spec import Input, TraceError
 from netfold_train.dry_run.tracer import OnAnAccelerator, TraceMode, tensors
-from netfold_plan.model import Gradient, Part, Traced
 from netfold_train.models.model import Model
 from netfold_train.recipe.errors import error_sentence
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from netfold_train.dry_run.layers import Layer, Shape
 from netfold_plan.shared_rules import bucket_ends
+from netfold_train.dry_run.layers import Layer, Shape
 from netfold_train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold_train.parallel.data_parallel import BUCKET_MB
 from netfold_train.parallel.diloco import BUFFER_BYTES, in_fragments

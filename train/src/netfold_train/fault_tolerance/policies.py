@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from netfold.units import first_few
 from netfold_train.data.examples import BadExampleError, Batch
 from netfold_train.fault_tolerance.stop import PolicyStopError
 from netfold_train.parallel.mesh import Mesh, gather
 from netfold_train.parallel.shards import local
 from netfold_train.recipe import FaultTolerance
-from netfold.units import first_few
 
 
 class NonFiniteError(PolicyStopError):

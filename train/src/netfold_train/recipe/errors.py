@@ -12,6 +12,8 @@ from typing import get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+import netfold
+import netfold_plan
 from netfold_plan.request.key_lines import Key, line_of
 from netfold_plan.words import suggest
 from netfold_train.recipe import Recipe
@@ -20,7 +22,8 @@ from netfold_train.recipe import Recipe
 _KEY = re.compile(rf"(?<![\w/.-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
 # torch's text around the error of a communication hook's future.
 _CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
-_NETFOLD = Path(__file__).parents[2]
+# netfold and its packages beside this one.
+_OURS = [Path(module.__file__ or "").parent for module in (netfold, netfold_plan)] + [Path(__file__).parents[1]]
 # For the key of each table: its name in a sentence, and the keys that it may hold.
 Tables = Mapping[Key, tuple[str, Sequence[str]]]
 _SECTIONS = {
@@ -133,7 +136,7 @@ def error_sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     last = next(iter(traceback.extract_tb(error.__traceback__)[-1:]), None)
-    ours = last is None or Path(last.filename).is_relative_to(_NETFOLD)
+    ours = last is None or any(Path(last.filename).is_relative_to(folder) for folder in _OURS)
     if text and (_CALLBACK.match(str(error)) or (ours and isinstance(error, ValueError))):
         return text
     where = f" ({last.filename}:{last.lineno})" if last is not None else ""

@@ -17,16 +17,15 @@ from pydantic import ValidationError
 
 from netfold_plan.request.key_lines import Key, key_lines
 from netfold_plan.toml_file import read_toml, reason
-from netfold_train.runs import RECIPE
 from netfold_train.recipe import Recipe
 from netfold_train.recipe.errors import RecipeError, Source, validation_sentences
+from netfold_train.runs import RECIPE
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-_TRAIN = Path(__file__).resolve().parent.parent
 _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DOTALL)
 
 
@@ -65,9 +64,8 @@ def read_resolved(folder: Path) -> Recipe:
 
 
 def shipped_folder() -> Path:
-    """The folder of the shipped recipes: inside an installed package, or in a checkout's examples."""
-    inside = _TRAIN / "recipes"
-    return inside if inside.is_dir() else _TRAIN.parents[2] / "examples" / "recipes"
+    """The folder of the recipes that come with the package."""
+    return Path(__file__).resolve().parents[1] / "recipes"
 
 
 def shipped_names() -> list[str]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from netfold.page.escape import escape
 from netfold.page.layout import facts_of
-from netfold.tuning.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.overlap import each_step
 from netfold.profile.page import advice, limitations, render_page, text
 from netfold.profile.run import RunError, read_run
 from netfold.profile.window import in_steps
+from netfold.tuning.advice import advise
 from netfold_train.runs import PROFILE, write_whole
 
 PAGE = "profile.html"

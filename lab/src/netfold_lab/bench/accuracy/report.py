@@ -20,7 +20,7 @@ def render(settings: Settings, found: Mapping[str, Any], machine: str) -> str:
         "bf16, f16, i32 and i8 are the backend's own formats. SwitchML's two are i32 sums through the same switch; "
         "one factor, found by profiling, turns floats into integers. For its f16, the worker makes the conversions of "
         "SwitchML's switch, with the same arithmetic. "
-        "[docs/explanation/numbers.md](../../docs/explanation/numbers.md#measured) explains the tables.",
+        "[docs/explanation/numbers.md](../../../docs/explanation/numbers.md#measured) explains the tables.",
         "## Sums against f64",
         f"{settings.elements} elements per rank. In each field: the greatest error over the greatest exact sum; the "
         "root mean square of the errors over that of the exact sums; the part of the elements whose error is half of "

@@ -19,10 +19,10 @@ import numpy as np
 
 import netfold
 from netfold._native import engine
+from netfold.tuning import SUPPORTS
 from netfold_lab.bench.collectives import Collective
 from netfold_lab.bench.sizes import parse_dtype
 from netfold_lab.bench.test_data import Array
-from netfold.tuning import SUPPORTS
 
 MPIS = ("openmpi", "intel", "mpich")
 NETFOLDS = ("netfold", "communicator")

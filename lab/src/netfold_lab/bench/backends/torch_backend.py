@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from netfold.switch_protocol import control_messages
 from netfold_lab.bench.backends import BackendName, Buffer, RefusedError, ping_pong, refusing, shared_empty
 from netfold_lab.bench.collectives import ROOT, Collective, partner
 from netfold_lab.bench.sizes import parse_dtype
-from netfold.switch_protocol import control_messages
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,

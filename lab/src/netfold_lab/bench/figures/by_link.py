@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from netfold import units
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 from netfold_lab.bench.figures import chart
 from netfold_lab.bench.figures.figure import Predicted
 from netfold_lab.bench.spread import spread
 from netfold_plan.variants.link_gains import LINKS as RATIOS
 from netfold_plan.variants.link_gains import gains, measured_request, name_of
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
-from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 
 # By c, None for a port per worker.
 LINKS: Mapping[int | None, str] = {c: name_of(c) for c in RATIOS}

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from netfold import units
-from netfold_lab.bench.spread import Spread
 from netfold.page.chart import Axis, Chart
+from netfold_lab.bench.spread import Spread
 
 # The colour and shape of a series, by the first prefix of its name that fits; otherwise by its number.
 _INKS = {

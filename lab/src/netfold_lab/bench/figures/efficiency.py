@@ -3,7 +3,16 @@
 from netfold_lab.bench.config import BenchEnvironment
 from netfold_lab.bench.figures import chart
 from netfold_lab.bench.figures.budget import Share
-from netfold_lab.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_percent, in_rate, note
+from netfold_lab.bench.figures.figure import (
+    GLOO,
+    Figure,
+    FigureText,
+    Measurements,
+    deadline_s,
+    in_percent,
+    in_rate,
+    note,
+)
 from netfold_lab.bench.figures.replay import BACKENDS, NETFOLD, replay
 from netfold_lab.bench.runner import start_runner
 from netfold_lab.bench.spread import Spread, spread

@@ -27,8 +27,8 @@ from netfold_lab.rack.link import parse_link
 from netfold_lab.rack.measure import payload_share
 
 HOSTS = (2, 4, 8, 16)
-# Two cores carry 8 hosts of 1 Gbit/s through the software switch (lab/bench/results/links.md). 16 of these links carry a
-# fifth of that, so that the links, and not the cores, limit the time.
+# Two cores carry 8 hosts of 1 Gbit/s through the software switch (lab/bench/results/links.md). 16 of these links carry
+# a fifth of that, so that the links, and not the cores, limit the time.
 RATE = "100mbit"
 SIZE_BYTES = 4 << 20
 # The largest ratio of the times with the most and the fewest hosts that the text calls flat.

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from netfold_lab.bench.figures.figure import Figure, Measurements, Predicted
 from netfold.page.escape import escape, items
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
+from netfold_lab.bench.figures.figure import Figure, Measurements, Predicted
 from netfold_train.runs.machine import in_words
 
 _METHOD = """<p>Hosts are network namespaces of one machine with shaped links; the switch is a process. In every round

@@ -7,7 +7,7 @@
 // What must always hold: under one key a nonce is used for one packet's bytes only, whoever computes the MAC. Two
 // different packets with one nonce reveal the key.
 //
-//   .venv/bin/python -m pytest tests/core/native/test_packet_authenticator.py
+//   .venv/bin/python -m pytest core/tests/native/test_packet_authenticator.py
 #pragma once
 
 #include <sys/uio.h>

@@ -12,7 +12,7 @@
 //
 // What must always hold: a RecordUnprotector never releases payload that was not verified.
 //
-//   .venv/bin/python -m pytest tests/core/native/test_records.py
+//   .venv/bin/python -m pytest core/tests/native/test_records.py
 #pragma once
 
 #include <sys/uio.h>

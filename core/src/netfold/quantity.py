@@ -1,4 +1,8 @@
-"""Quantities as people write them, with their unit: `100 Gbit/s`, `80 GiB`, `1.5 us`, `312 TFLOP/s`, `400 W`. Pure."""
+"""Quantities as people write them, with their unit: `100 Gbit/s`, `80 GiB`, `1.5 us`; sizes as nccl-tests does. Pure.
+
+May import: the standard library. Tests: `pytest plan/tests/plan/test_clusters.py
+lab/tests/bench/test_bench_arithmetic.py`
+"""
 
 from __future__ import annotations
 
@@ -53,3 +57,23 @@ def parse_quantity(value: object, kind: str, where: str) -> float:
     if quantity == math.inf:
         raise ValueError(f"{where}: {value!r} is too large; {wanted}")
     return quantity
+
+
+_SIZE = re.compile(r"^(?P<number>\d+)(?P<suffix>[KMG]?)$")
+_SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `4`, `64K`, `16M`, `1G`; M is 2^20. Raises ValueError."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"size {text!r} is not understood; write bytes, or with K, M or G: 4, 64K, 16M")
+    return int(match["number"]) * _SUFFIXES[match["suffix"]]
+
+
+def format_size(size_bytes: int) -> str:
+    """Return the shortest exact form: `16M` for 2^24."""
+    for suffix, unit in reversed(_SUFFIXES.items()):
+        if size_bytes >= unit and size_bytes % unit == 0:
+            return f"{size_bytes // unit}{suffix}"
+    return str(size_bytes)

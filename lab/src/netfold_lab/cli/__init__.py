@@ -1,0 +1,1 @@
+"""`netfold bench`, `netfold rack` and `netfold demo`."""
