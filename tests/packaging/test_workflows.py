@@ -17,8 +17,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def tool(name: str) -> str:
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not here: pip install {name} (the group dev of pyproject.toml has it)")
+    assert found is not None, f"the group dev of pyproject.toml has {name}"
     return found
 
 

@@ -14,7 +14,7 @@ from ranks import running_switch
 from sources import HELPERS
 
 SHIM = Path(__file__).with_name("poll_times.cpp")
-# Of the tensor or block that the operation moves.
+# An operation moves a tensor or a block of this size.
 BYTES = 64 << 20
 
 # The words are: rank, size, folder, shim, host of each rank, bytes, and the cases.

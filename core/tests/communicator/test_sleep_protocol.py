@@ -1,9 +1,9 @@
 """The engine's sleep protocol as a state machine, searched in full: no sleeping engine misses a request.
 
-What core/native/engine does, a step at a time: a step is what happens under one lock or in one system call. Three
-threads make a request each: one waits for its request, one waits later, one never waits. A request's data arrive at any
-moment. Where all sleep, and the data of a request that is not done have arrived, a wake-up was lost: that request waits
-until something else happens.
+The model follows core/native/engine a step at a time: a step is what happens under one lock or in one system call.
+Three threads make a request each: one waits for its request, one waits later, one never waits. A request's data arrive
+at any moment. Where all sleep, and the data of a request that is not done have arrived, a wake-up was lost: that
+request waits until something else happens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank is stopped (SIGSTOP) inside an operation, for longer than the other rank waits.
 
-When it continues, it changes no byte of the memory that the other rank has taken into use meanwhile.
+It continues later, and changes no byte of the memory that the other rank has taken into use meanwhile.
 """
 
 from __future__ import annotations
