@@ -8,7 +8,7 @@
 Modules: `recipe` reads a recipe. `launch` and `rank` start it. `parallel` turns a model into this rank's part of it
 (`Replica`). `trainer` is the loop. `fault_tolerance` reacts to failures. `callbacks` receive `events`. Each part can be
 used alone, in another loop.
-May use: torch, runs, plan, profile, and bootstrap's names of launchers. Only zoo, dry_run, cli and the demo import it.
+`zoo` has models and data, `dry_run` traces, `runs` keeps a run's folder. May use: torch, netfold and netfold_plan.
 Invariant: the contents of a batch depend on the seed and the samples before it, never on the number of ranks.
 Tests: `pytest train/tests/train`.
 """

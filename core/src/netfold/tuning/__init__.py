@@ -1,8 +1,9 @@
 """The cost model that chooses algorithms at run time: (operation, size) -> algorithm, wire format, reason.
 
 `cost` holds the formulas, `topology` their input about ranks and links. `fit` fits a link to a probe's samples.
-`overrides` parses NETFOLD_ALGORITHM. `choice_table` makes the choice. The planner (plan) uses the same formulas.
-May import: NumPy and the native engine. Never plan.
+`overrides` parses NETFOLD_ALGORITHM. `choice_table` makes the choice. The planner (netfold-plan) uses the same
+formulas. `profile_link` finds the link that a profile shows, `measured_link` reads one of a measurement, and `advice`
+predicts from a profile. May import: NumPy, the native engine, profile and units.
 
 Always: all ranks of a group hold the same immutable table, which rank 0 makes; the table's hash travels with every
 operation; every choice has a printable reason; a formula is written once.
